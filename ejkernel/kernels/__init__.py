@@ -1,0 +1,1 @@
+"""Implementations: the registry, the shared problem definitions and one package per platform."""

@@ -1,0 +1,237 @@
+"""Which implementation runs where.
+
+An implementation is a callable registered for an algorithm, a platform (how it is written) and a backend (what it runs
+on). It may have a method `supports(problem) -> str | None` that gives the reason why it cannot take a call.
+
+Implementations live at `ejkernel.kernels._<platform>.<algorithm>._interface` and are imported when they are first looked
+for, so that importing the library needs no GPU, no Triton and no torch. When such an import fails, the reason is kept and
+shown when nothing else fits.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import importlib.util
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Platform(enum.StrEnum):
+    """How an implementation is written."""
+
+    TRITON = "triton"
+    PALLAS = "pallas"
+    CUDA = "cuda"
+    XLA = "xla"
+
+
+class Backend(enum.StrEnum):
+    """What an implementation runs on."""
+
+    GPU = "gpu"
+    TPU = "tpu"
+    CPU = "cpu"
+    ANY = "any"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One registered callable with what the registry knows of it."""
+
+    algorithm: str
+    platform: Platform
+    backend: Backend
+    priority: int
+    function: Callable[..., Any]
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}-{self.platform}-{self.backend}"
+
+    def refusal(self, problem: Any) -> str | None:
+        """Why this implementation cannot take `problem`; None when it can."""
+        supports = getattr(self.function, "supports", None)
+        return None if supports is None else supports(problem)
+
+
+def current_backend() -> Backend:
+    """The kind of device that JAX computes on by default in this process."""
+    import jax
+
+    name = jax.default_backend()
+    return {"cuda": Backend.GPU, "rocm": Backend.GPU, "gpu": Backend.GPU, "tpu": Backend.TPU}.get(name, Backend.CPU)
+
+
+def _as_member(kind: type[Platform] | type[Backend], value: Any, argument: str) -> Any:
+    if value is None or value == "auto":
+        return None
+    try:
+        return kind(value.lower() if isinstance(value, str) else value)
+    except ValueError:
+        legal = ", ".join(repr(str(member)) for member in kind)
+        raise ValueError(f"{argument} must be one of {legal}, 'auto' or None; got {value!r}.") from None
+
+
+def as_platform(value: str | Platform | None) -> Platform | None:
+    """The platform that a name means; None for None and "auto"."""
+    return _as_member(Platform, value, "platform")
+
+
+def as_backend(value: str | Backend | None) -> Backend | None:
+    """The backend that a name means; None for None and "auto"."""
+    return _as_member(Backend, value, "backend")
+
+
+class KernelRegistry:
+    """Implementations by algorithm, platform and backend, imported when they are first looked for."""
+
+    def __init__(self, package: str | None = None):
+        """Args: package: where `_<platform>/<algorithm>/_interface.py` lie; None: only what `register` is given."""
+        self._package = package
+        self._implementations: dict[str, list[Implementation]] = {}
+        self._import_failures: dict[tuple[str, Platform], str] = {}
+        self._visited: set[tuple[str, Platform]] = set()
+        self._lock = threading.RLock()
+
+    def register(
+        self, algorithm: str, platform: Platform | str, backend: Backend | str, priority: int = 0
+    ) -> Callable[[Function], Function]:
+        """Decorates an implementation: `@kernel_registry.register("recurrent", "xla", "any")`.
+
+        Raises:
+            ValueError: another callable already stands under the same algorithm, platform, backend and priority.
+        """
+        known_platform, known_backend = as_platform(platform), as_backend(backend)
+        if known_platform is None or known_backend is None:
+            raise ValueError(f"register needs a named platform and backend; got {platform!r} and {backend!r}.")
+
+        def add(function: Function) -> Function:
+            entry = Implementation(algorithm, known_platform, known_backend, priority, function)
+            with self._lock:
+                entries = self._implementations.setdefault(algorithm, [])
+                for other in entries:
+                    if (other.platform, other.backend, other.priority) == (known_platform, known_backend, priority):
+                        raise ValueError(
+                            f"{algorithm!r} already has an implementation for platform {str(known_platform)!r}, backend "
+                            f"{str(known_backend)!r} at priority {priority}; give the new one another priority."
+                        )
+                entries.append(entry)
+            return function
+
+        return add
+
+    def get(
+        self, algorithm: str, platform: Platform | str | None = None, backend: Backend | str | None = None
+    ) -> Callable[..., Any]:
+        """The implementation with the highest priority that fits; ValueError with everything refused and why."""
+        return self.select(algorithm, platform, backend).function
+
+    def select(
+        self,
+        algorithm: str,
+        platform: Platform | str | None = None,
+        backend: Backend | str | None = None,
+        problem: Any = None,
+    ) -> Implementation:
+        """Like `get`, for a given call: implementations whose `supports(problem)` gives a reason are passed over."""
+        wanted, device = as_platform(platform), as_backend(backend) or current_backend()
+        candidates = self.list_implementations(algorithm)
+        if not candidates and not self._failures(algorithm):
+            known = ", ".join(map(repr, self.list_algorithms())) or "none"
+            raise ValueError(f"unknown algorithm {algorithm!r}; known: {known}.")
+        refused: list[str] = []
+        for entry in candidates:
+            if wanted is not None and entry.platform is not wanted:
+                continue
+            reason = _wrong_device(entry, device) or (None if problem is None else entry.refusal(problem))
+            if reason is None:
+                return entry
+            refused.append(f"{entry.platform} ({entry.backend}): {reason}")
+        refused += [
+            f"{at}: its import failed: {why}" for at, why in self._failures(algorithm).items() if wanted in (None, at)
+        ]
+        raise ValueError(_no_implementation(algorithm, wanted, device, refused, candidates))
+
+    def list_algorithms(self) -> list[str]:
+        """The algorithms that have an implementation."""
+        for platform in Platform:
+            for algorithm in self._shipped(platform):
+                self._load(algorithm, platform)
+        with self._lock:
+            return sorted(self._implementations)
+
+    def list_implementations(self, algorithm: str) -> list[Implementation]:
+        """Every implementation of an algorithm that could be imported, best first."""
+        for platform in Platform:
+            self._load(algorithm, platform)
+        with self._lock:
+            return sorted(self._implementations.get(algorithm, ()), key=lambda entry: -entry.priority)
+
+    def validate_signatures(self) -> None:
+        """ValueError unless all implementations of each algorithm take the same arguments."""
+        for algorithm in self.list_algorithms():
+            entries = self.list_implementations(algorithm)
+            first = inspect.signature(entries[0].function)
+            for entry in entries[1:]:
+                other = inspect.signature(entry.function)
+                if [(p.name, p.kind, p.default) for p in other.parameters.values()] != [
+                    (p.name, p.kind, p.default) for p in first.parameters.values()
+                ]:
+                    raise ValueError(f"{entry} takes {other}, but {entries[0]} takes {first}.")
+
+    def _failures(self, algorithm: str) -> dict[Platform, str]:
+        return {platform: why for (name, platform), why in self._import_failures.items() if name == algorithm}
+
+    def _shipped(self, platform: Platform) -> list[str]:
+        """The algorithms that have a directory for this platform."""
+        if self._package is None:
+            return []
+        spec = importlib.util.find_spec(f"{self._package}._{platform}")
+        if spec is None or spec.submodule_search_locations is None:
+            return []
+        import pkgutil
+
+        return [module.name for module in pkgutil.iter_modules(list(spec.submodule_search_locations)) if module.ispkg]
+
+    def _load(self, algorithm: str, platform: Platform) -> None:
+        with self._lock:
+            if (algorithm, platform) in self._visited:
+                return
+            self._visited.add((algorithm, platform))
+            if algorithm not in self._shipped(platform):
+                return
+            try:
+                importlib.import_module(f"{self._package}._{platform}.{algorithm}._interface")
+            except Exception as failure:  # any failure means "not here"; the reason is shown when nothing else fits
+                self._import_failures[algorithm, platform] = f"{type(failure).__name__}: {failure}"
+
+
+def _wrong_device(entry: Implementation, device: Backend) -> str | None:
+    if entry.backend in (Backend.ANY, device):
+        return None
+    names = {Backend.GPU: "NVIDIA GPU", Backend.TPU: "TPU", Backend.CPU: "CPU"}
+    return f"this process computes on {device}, not on an {names[entry.backend]}"
+
+
+def _no_implementation(
+    algorithm: str, wanted: Platform | None, device: Backend, refused: list[str], candidates: list[Implementation]
+) -> str:
+    import jax
+
+    where = f" for platform {str(wanted)!r}" if wanted else ""
+    devices = ", ".join(sorted({d.platform for d in jax.devices()}))
+    if refused:
+        why = "; ".join(refused)
+    else:
+        there = ", ".join(sorted({str(entry.platform) for entry in candidates}))
+        why = f"it exists only for {there}" if there else "it exists for no platform"
+    hint = ' Use platform="auto" or "xla".' if wanted not in (None, Platform.XLA) else ""
+    return f"no implementation of {algorithm!r}{where} here (devices: {devices}): {why}.{hint}"
+
+
+kernel_registry = KernelRegistry("ejkernel.kernels")
