@@ -1,0 +1,83 @@
+"""`report`: what this process chose, for which calls, why."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_LIMIT = 10_000
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One choice of this process.
+
+    Attributes:
+        op_id: the operation.
+        shapes: its array arguments as text, by name.
+        level: which level of the chain answered.
+        config: the configuration.
+        record: where it was measured: `seconds` of the winner and the heuristic, `candidates` with times or reasons.
+        key: the call's key.
+    """
+
+    op_id: str
+    shapes: Mapping[str, str]
+    level: str
+    config: Any
+    record: Mapping[str, Any] = field(repr=False)
+    key: str = field(repr=False)
+
+
+class Report(tuple[Chosen, ...]):
+    """Choices in the order they were first made; as text, a table with the losers below each measured one."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no operation has been called in this process"
+        return "\n".join(line for chosen in self for line in _lines(chosen))
+
+
+def _lines(chosen: Chosen) -> list[str]:
+    seconds = chosen.record.get("seconds")
+    time = "" if seconds is None else f"  {_duration(seconds)}"
+    lines = [f"{chosen.op_id}  {chosen.level}  {chosen.config}{time}"]
+    lines += [f"    {name}: {shape}" for name, shape in chosen.shapes.items()]
+    for candidate in chosen.record.get("candidates", ()):
+        fields = ", ".join(f"{name}={value}" for name, value in candidate["config"].items())
+        outcome = candidate.get("reason") or _duration(candidate["seconds"])
+        lines.append(f"      {fields}: {outcome}")
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} us"
+
+
+_choices: dict[tuple[str, str, str], Chosen] = {}
+_lock = threading.Lock()
+
+
+def note(chosen: Chosen) -> None:
+    """Adds a choice to the report, once per call shape, level and configuration."""
+    with _lock:
+        _choices.setdefault((chosen.key, chosen.level, repr(chosen.config)), chosen)
+        if len(_choices) > _LIMIT:  # a program that never repeats a shape must not grow for ever
+            del _choices[next(iter(_choices))]
+
+
+def report() -> Report:
+    """Every choice of this process: operation, shapes, the level that answered, configuration, times, losers with reasons.
+
+    Calls that repeat a choice already listed are not listed again. Print it for a table.
+    """
+    with _lock:
+        return Report(_choices.values())
+
+
+def clear_report() -> None:
+    """Forgets the choices listed so far."""
+    with _lock:
+        _choices.clear()
