@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Executor, PersistentCache
+from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Executor, PersistentCache, Tuner
 from ejkernel.ops.config.cache import shared_cache
 
 
@@ -17,4 +17,4 @@ def create_default_executor(policy: AutotunePolicy | None = None) -> Executor:
         policy: what a miss does; None: as the environment says, comparing and timing gradients when tuning.
     """
     chosen = AutotunePolicy(validate_backward=True) if policy is None else policy
-    return Executor(ConfigSelectorChain(cache=shared_cache(), policy=chosen, persistent=PersistentCache))
+    return Executor(ConfigSelectorChain(cache=shared_cache(), policy=chosen, tuner=Tuner(), persistent=PersistentCache))

@@ -7,6 +7,9 @@ Modules that only tuning needs are imported when they are first used.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.overlay import overlay
 from ejkernel.ops.config.persistent import PersistentCache
@@ -18,6 +21,11 @@ from ejkernel.ops.kernel import Kernel
 from ejkernel.ops.key import bucket
 from ejkernel.ops.notices import ConfigWarning
 from ejkernel.ops.reporting import report
+
+if TYPE_CHECKING:
+    from ejkernel.ops.ahead import tune
+    from ejkernel.ops.config.exchange import dumps, loads, merge
+    from ejkernel.ops.tuner import Tuner
 
 __all__ = [
     "AutotunePolicy",
@@ -31,7 +39,32 @@ __all__ = [
     "Level",
     "NoConfigError",
     "PersistentCache",
+    "Tuner",
     "bucket",
+    "dumps",
+    "loads",
+    "merge",
     "overlay",
     "report",
+    "tune",
 ]
+
+_LATER = {
+    "Tuner": "ejkernel.ops.tuner",
+    "dumps": "ejkernel.ops.config.exchange",
+    "loads": "ejkernel.ops.config.exchange",
+    "merge": "ejkernel.ops.config.exchange",
+    "tune": "ejkernel.ops.ahead",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -10,6 +10,7 @@ import numpy as np
 from jax import tree_util
 from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as inside_jit
 
+from ejkernel.ops import collecting
 from ejkernel.ops.config.overlay import active
 from ejkernel.ops.config.policy import VARIABLE
 from ejkernel.ops.config.selection import Choice, ConfigSelectorChain
@@ -46,6 +47,8 @@ class Executor:
             _cfg: an explicit configuration; it wins over everything and is used as given.
         """
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
+        if collecting.current() is not None:
+            return self._listed(kernel, args, kwargs, _cfg)
         known = _signature(leaves)
         if known is None:
             return self._traced(kernel, args, kwargs, _cfg)
@@ -70,6 +73,15 @@ class Executor:
         # An eager jax.grad or jax.vmap comes here too, and deserves the compiled function.
         eager = not inside_jit() and all(_concrete_underneath(array) for array in arrays)
         return plan.compiled(*arrays) if eager else plan.inline(*arrays)
+
+    def _listed(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
+        """Adds the call to the list being made, and runs it with any configuration, since only shapes matter."""
+        calls, inv = collecting.current(), Invocation.of(kernel, *args, **kwargs)
+        if cfg is None:
+            assert calls is not None
+            calls.add(self.chooser, inv)
+        arrays, layout = split(args, kwargs)
+        return Plan(kernel, kernel.heuristic_cfg(inv) if cfg is None else cfg, layout).inline(*arrays)
 
     def _plan(self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice) -> Plan:
         _, layout = split(args, kwargs)

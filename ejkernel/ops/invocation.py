@@ -50,6 +50,14 @@ def split(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], 
     return arrays, Layout(treedef, tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves))
 
 
+@dataclass(frozen=True)
+class MappedAxis:
+    """One `jax.vmap` around a call: how many elements, and at which axis of each array; None where it is shared."""
+
+    size: int
+    axes: tuple[int | None, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Invocation(Generic[Cfg, Out]):
     """One call of a kernel: what decides which configuration it runs with.
@@ -58,14 +66,14 @@ class Invocation(Generic[Cfg, Out]):
         kernel: the operation.
         args, kwargs: the arguments as given, `jax.ShapeDtypeStruct` in place of every array.
         device: where the call runs.
-        mapped: per array, the `(axis, size)` of each `jax.vmap` that is visible around it, outermost first.
+        mapped: the `jax.vmap`s that are visible around the call, innermost first; the arrays above are one element's.
     """
 
     kernel: Kernel[Cfg, Out]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     device: jax.Device = field(repr=False)
-    mapped: tuple[tuple[tuple[int, int], ...], ...] = ()
+    mapped: tuple[MappedAxis, ...] = ()
 
     @classmethod
     def of(cls, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Invocation[Cfg, Out]:
@@ -73,7 +81,7 @@ class Invocation(Generic[Cfg, Out]):
         kernel.check_identity()
         arrays, layout = split(args, kwargs)
         abstract = layout.rebuild([_abstract(array) for array in arrays])
-        return cls(kernel, abstract[0], abstract[1], _device_of(arrays), tuple(_mapped_axes(array) for array in arrays))
+        return cls(kernel, abstract[0], abstract[1], _device_of(arrays), _mapped_axes(arrays))
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -84,12 +92,22 @@ class Invocation(Generic[Cfg, Out]):
     def shapes(self) -> dict[str, str]:
         """Every array argument as text, such as `{"problem.query": "float32[2,~512,4,64]"}`; `~` marks a bucketed length."""
         found: dict[str, str] = {}
-        mapped = dict(zip(map(id, split(self.args, self.kwargs)[0]), self.mapped, strict=False))
+        position = {id(array): number for number, array in enumerate(split(self.args, self.kwargs)[0])}
         for path, leaf in tree_util.tree_flatten_with_path(self.arguments)[0]:
             if is_array(leaf):
                 name = tree_util.keystr(path, simple=True, separator=".")
-                found[name] = self._shape_text(name, leaf, mapped.get(id(leaf), ()))
+                found[name] = self._shape_text(name, leaf, position.get(id(leaf)))
         return found
+
+    @functools.cached_property
+    def static(self) -> dict[str, str]:
+        """Every static leaf of the arguments as text."""
+        leaves = tree_util.tree_flatten_with_path(self.arguments)[0]
+        return {
+            tree_util.keystr(path, simple=True, separator="."): stable_text(leaf, tree_util.keystr(path))
+            for path, leaf in leaves
+            if not is_array(leaf)
+        }
 
     @functools.cached_property
     def call(self) -> str:
@@ -103,24 +121,18 @@ class Invocation(Generic[Cfg, Out]):
         return json.dumps({**self._call(), "environment": surroundings}, sort_keys=True, separators=(",", ":"))
 
     def _call(self) -> dict[str, Any]:
-        leaves, treedef = tree_util.tree_flatten_with_path(self.arguments)
-        static = {
-            tree_util.keystr(path, simple=True, separator="."): stable_text(leaf, tree_util.keystr(path))
-            for path, leaf in leaves
-            if not is_array(leaf)
-        }
         parts: dict[str, Any] = {
             "op": self.kernel.op_id,
             "version": self.kernel.version,
             "arrays": self.shapes,
-            "static": static,
-            "structure": structure_text(treedef, f"an argument of {self.kernel.op_id!r}"),
+            "static": self.static,
+            "structure": structure_text(tree_util.tree_structure(self.arguments), f"an argument of {self.kernel.op_id!r}"),
         }
         own = {name: value for name, value in vars(self.kernel).items() if name not in ("op_id", "version")}
         extra = {"kernel": stable_text(own, f"an attribute of {self.kernel!r}") if own else "", "settings": settings()}
         return {**parts, **{name: value for name, value in extra.items() if value}}
 
-    def _shape_text(self, name: str, leaf: Any, mapped: tuple[tuple[int, int], ...]) -> str:
+    def _shape_text(self, name: str, leaf: Any, position: int | None) -> str:
         shape = tuple(leaf.shape)
         lengths = {axis % len(shape) for axis in self.kernel.length_axes(name, shape)} if shape else set()
         sizes = (f"~{bucket(size)}" if axis in lengths else str(size) for axis, size in enumerate(shape))
@@ -128,7 +140,10 @@ class Invocation(Generic[Cfg, Out]):
         sharding = getattr(leaf, "sharding", None)
         if sharding is not None:
             text += f" sharded {stable_text(sharding.spec, name)} over {dict(sharding.mesh.shape)}"
-        return text + "".join(f" vmap {size}@{axis}" for axis, size in mapped)
+        if position is None:  # an array that is a default value of `run`
+            return text
+        axes = ((level, mapped.size, mapped.axes[position]) for level, mapped in enumerate(self.mapped))
+        return text + "".join(f" vmap{level} {size}@{axis}" for level, size, axis in axes if axis is not None)
 
 
 def bind(kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,17 +195,27 @@ def _device_of(arrays: Sequence[Any]) -> jax.Device:
     return default_device()
 
 
-def _mapped_axes(array: Any) -> tuple[tuple[int, int], ...]:
-    """The `(axis, size)` of each vmap around an array, outermost first.
+def _mapped_axes(arrays: Sequence[Any]) -> tuple[MappedAxis, ...]:
+    """The vmaps around a call, innermost first.
 
     Tracers are looked through the way `jax.vmap` and `jax.grad` nest them; under `jit` nothing further is visible.
     """
-    axes: list[tuple[int, int]] = []
-    while isinstance(array, jax.core.Tracer):
-        if hasattr(array, "batch_dim") and isinstance(array.batch_dim, int):
-            axes.append((array.batch_dim, array.val.shape[array.batch_dim]))
-        array = inner(array)
-    return tuple(reversed(axes))
+    levels: dict[int, dict[int, tuple[int, int]]] = {}
+    for position, array in sorted(enumerate(arrays), key=lambda item: -_depth(item[1])):
+        while isinstance(array, jax.core.Tracer):
+            axis = getattr(array, "batch_dim", None)
+            if isinstance(axis, int):
+                levels.setdefault(id(array._trace), {})[position] = (array.val.shape[axis], axis)
+            array = inner(array)
+    mapped = []
+    for level in levels.values():
+        size = next(iter(level.values()))[0]
+        mapped.append(MappedAxis(size, tuple(level[i][1] if i in level else None for i in range(len(arrays)))))
+    return tuple(mapped)
+
+
+def _depth(array: Any) -> int:
+    return 1 + _depth(inner(array)) if isinstance(array, jax.core.Tracer) else 0
 
 
 def inner(tracer: Any) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ejkernel.ops.invocation import Invocation
+
 _LIMIT = 10_000
 
 
@@ -16,7 +18,7 @@ class Chosen:
 
     Attributes:
         op_id: the operation.
-        shapes: its array arguments as text, by name.
+        arguments: its arrays and static values as text, by name.
         level: which level of the chain answered.
         config: the configuration.
         record: where it was measured: `seconds` of the winner and the heuristic, `candidates` with times or reasons.
@@ -24,7 +26,7 @@ class Chosen:
     """
 
     op_id: str
-    shapes: Mapping[str, str]
+    arguments: Mapping[str, str]
     level: str
     config: Any
     record: Mapping[str, Any] = field(repr=False)
@@ -44,7 +46,7 @@ def _lines(chosen: Chosen) -> list[str]:
     seconds = chosen.record.get("seconds")
     time = "" if seconds is None else f"  {_duration(seconds)}"
     lines = [f"{chosen.op_id}  {chosen.level}  {chosen.config}{time}"]
-    lines += [f"    {name}: {shape}" for name, shape in chosen.shapes.items()]
+    lines += [f"    {name}: {text}" for name, text in chosen.arguments.items()]
     for candidate in chosen.record.get("candidates", ()):
         fields = ", ".join(f"{name}={value}" for name, value in candidate["config"].items())
         outcome = candidate.get("reason") or _duration(candidate["seconds"])
@@ -60,8 +62,14 @@ _choices: dict[tuple[str, str, str], Chosen] = {}
 _lock = threading.Lock()
 
 
-def note(chosen: Chosen) -> None:
-    """Adds a choice to the report, once per call shape, level and configuration."""
+def describe(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> Chosen:
+    """A choice as the report shows it."""
+    return Chosen(inv.kernel.op_id, {**inv.shapes, **inv.static}, level, config, record, inv.key)
+
+
+def note(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> None:
+    """Adds a choice to the report, once per key, level and configuration."""
+    chosen = describe(inv, level, config, record)
     with _lock:
         _choices.setdefault((chosen.key, chosen.level, repr(chosen.config)), chosen)
         if len(_choices) > _LIMIT:  # a program that never repeats a shape must not grow for ever

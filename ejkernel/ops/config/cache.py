@@ -26,8 +26,8 @@ class ConfigCache:
 
     def get(self, key: str) -> Any | None:
         """The configuration under this key, or None. Imported ones are fields that the chain turns into their class."""
-        entry = self._entries.get(key)
-        return None if entry is None else entry[0]
+        found = self.entry(key)
+        return None if found is None else found[0]
 
     def put(self, key: str, config: Any, record: Mapping[str, Any] | None = None) -> None:
         """Keeps a configuration. `record` says how it was measured: times, losers with reasons, environment."""
@@ -37,14 +37,22 @@ class ConfigCache:
 
     def record(self, key: str) -> Mapping[str, Any]:
         """What was recorded with the configuration under this key; empty when there is none."""
-        entry = self._entries.get(key)
-        return {} if entry is None else entry[1]
+        found = self.entry(key)
+        return {} if found is None else found[1]
+
+    def entry(self, key: str) -> tuple[Any, Mapping[str, Any]] | None:
+        """`(configuration, record)` under this key, or None."""
+        return self._entries.get(key)
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Every key with its configuration, as they are now."""
+        return ((key, config) for key, config, _ in self.entries())
+
+    def entries(self) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+        """Every key with its configuration and record, as they are now."""
         with self._lock:
-            entries = list(self._entries.items())
-        return iter([(key, config) for key, (config, _) in entries])
+            found = list(self._entries.items())
+        return iter([(key, config, record) for key, (config, record) in found])
 
     def clear(self) -> None:
         """Forgets everything."""
