@@ -68,10 +68,16 @@ def describe(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]
 
 
 def note(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> None:
-    """Adds a choice to the report, once per key, level and configuration."""
+    """Adds a choice to the report, once per key, level and configuration.
+
+    Memory mostly repeats what disk or tuning said before, so it is listed only where neither did.
+    """
     chosen = describe(inv, level, config, record)
+    before = ("disk", "autotune") if level == "memory" else ()
     with _lock:
-        _choices.setdefault((chosen.key, chosen.level, repr(chosen.config)), chosen)
+        if any((chosen.key, other, repr(config)) in _choices for other in (level, *before)):
+            return
+        _choices[chosen.key, level, repr(config)] = chosen
         if len(_choices) > _LIMIT:  # a program that never repeats a shape must not grow for ever
             del _choices[next(iter(_choices))]
 

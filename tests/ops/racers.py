@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass
 
 import jax
@@ -79,8 +78,3 @@ class Race(Kernel[Racer, jax.Array]):
 def _wait(x: np.ndarray) -> np.ndarray:
     release.wait(60)
     return np.asarray(x)
-
-
-def quick() -> float:
-    """The time now, for bounds in tests."""
-    return time.monotonic()

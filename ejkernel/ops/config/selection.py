@@ -225,7 +225,9 @@ class ConfigSelectorChain:
             reason = f"{type(problem).__name__}: {problem}"
         if reason is None:
             return Choice(config, level, record)
-        warn_once((str(level), inv.key), f"passed over the {level} configuration {config} of {inv.kernel.op_id!r}: {reason}.")
+        warn_once(
+            (str(level), inv.key, reason), f"passed over the {level} configuration {config} of {inv.kernel.op_id!r}: {reason}."
+        )
         return None
 
     def _config_cls(self, inv: Invocation) -> type:
