@@ -58,15 +58,20 @@ def from_fields(cls: type, fields: Any) -> Any:
 def _hints(cls: type) -> dict[str, Any]:
     if not dataclasses.is_dataclass(cls):
         raise ValueError(f"{cls.__name__} is not a dataclass")
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+    try:
+        hints = typing.get_type_hints(cls)
+    except (NameError, TypeError, AttributeError):
+        hints = {}  # annotations that only a type checker can look up: the fields' names are still checked
+    return {field.name: hints.get(field.name, Any) for field in dataclasses.fields(cls) if field.init}
 
 
 def _from_json(hint: Any, value: Any, where: str) -> Any:
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _from_union(inside, value, where)
-    if hint is Any or (origin is typing.Literal and any(value == item and type(value) is type(item) for item in inside)):
+    if hint is Any:
+        return tuple(_from_json(Any, item, where) for item in value) if isinstance(value, list) else value
+    if origin is typing.Literal and any(value == item and type(value) is type(item) for item in inside):
         return value
     if origin is tuple and isinstance(value, (list, tuple)):
         kinds = [inside[0]] * len(value) if len(inside) == 2 and inside[1] is ... else list(inside)
