@@ -29,8 +29,17 @@ class Executor:
     found again by the shapes, dtypes and static values of its arguments.
 
     Example:
-        >>> executor = Executor(ConfigSelectorChain(persistent=PersistentCache))    # doctest: +SKIP
-        >>> y = executor(MyKernel(), x)                                             # doctest: +SKIP
+        >>> class Power(Kernel[int, jax.Array]):
+        ...     op_id = "power"
+        ...     def run(self, x, *, cfg):
+        ...         return x**cfg
+        ...     def heuristic_cfg(self, inv):
+        ...         return len(inv.args[0].shape)
+        >>> executor = Executor(ConfigSelectorChain())
+        >>> float(executor(Power(), np.float32(3))), float(executor(Power(), np.float32(3), _cfg=2))
+        (1.0, 9.0)
+        >>> executor.choose(Power(), np.ones((5, 5), np.float32)).config
+        2
     """
 
     def __init__(self, chooser: ConfigSelectorChain):

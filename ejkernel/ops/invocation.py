@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
@@ -139,7 +140,7 @@ class Invocation(Generic[Cfg, Out]):
         text = f"{leaf.dtype}[{','.join(sizes)}]"
         sharding = getattr(leaf, "sharding", None)
         if sharding is not None:
-            text += f" sharded {stable_text(sharding.spec, name)} over {dict(sharding.mesh.shape)}"
+            text += f" split {'x'.join(map(str, parts(shape, sharding)))}"
         if position is None:  # an array that is a default value of `run`
             return text
         axes = ((level, mapped.size, mapped.axes[position]) for level, mapped in enumerate(self.mapped))
@@ -179,19 +180,28 @@ def _abstract(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _visible_sharding(array: Any) -> Any:
-    """The named sharding of an array over more than one device; None where it is trivial or not visible."""
+    """The named sharding of an array that is split between devices; None where it is not, or not visible."""
     tracer = isinstance(array, jax.core.Tracer)
     sharding = getattr(array.aval if tracer else array, "sharding", None)
-    if not isinstance(sharding, jax.sharding.NamedSharding) or all(part is None for part in sharding.spec):
-        return None
-    return sharding
+    return None if all(part == 1 for part in parts(array.shape, sharding)) else sharding
+
+
+def parts(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
+    """Into how many parts a sharding splits each axis of an array. All ones where it is none that names its axes."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return (1,) * len(shape)
+    sizes = dict(sharding.mesh.shape)
+    named = [() if axes is None else axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec]
+    ways = [math.prod(sizes.get(axis, 1) for axis in axes) for axes in named]
+    return tuple(ways + [1] * (len(shape) - len(ways)))
 
 
 def _device_of(arrays: Sequence[Any]) -> jax.Device:
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-            devices: list[Any] = list(array.sharding.addressable_devices)
-            return min(devices, key=lambda device: device.id)
+            here: list[Any] = list(array.sharding.addressable_devices)
+            if here:
+                return min(here, key=lambda device: device.id)
     return default_device()
 
 

@@ -69,13 +69,15 @@ class Race:
             raise self._failure(f"making the arguments: {late}") from None
         except Exception as problem:
             raise self._failure(f"making the arguments: {_reason(problem)}") from problem
-        if self.backward and self.inv.kernel.differentiable(self.inv):
+        if self.backward:
             self._add_gradients(heuristic)
         self.trials = [Trial(config) for config in (heuristic, *others)]
         return self.trials[0]
 
     def _add_gradients(self, heuristic: Any) -> None:
         def add() -> Inputs:
+            if not self.inv.kernel.differentiable(self.inv):
+                return self.inputs
             inputs = self.inputs.with_cotangents(heuristic)
             jax.eval_shape(inputs.runner(heuristic))  # whether it can be differentiated at all, without compiling
             return inputs

@@ -50,7 +50,7 @@ class Trial:
             return 0.1  # too few to tell
         middle = self.seconds
         deviation = 1.4826 * statistics.median(abs(sample - middle) for sample in self.samples)
-        return 1.2533 * deviation / math.sqrt(len(self.samples)) / middle
+        return 1.2533 * deviation / math.sqrt(len(self.samples)) / max(middle, 1e-12)
 
     def first(self, inputs: Inputs, warmup: int) -> Any:
         """Compiles and warms up; gives the result and fixes how many calls make one sample."""

@@ -33,7 +33,8 @@ class Tuner:
     heuristic stays unless another is faster by more than the noise and `min_gain`. A candidate that fails, runs out of memory
     or time, or computes something else is rejected with its reason.
 
-    All of it happens in a thread of its own on concrete arrays: a caller that is tracing is not disturbed.
+    All of it happens in a thread of its own on concrete arrays: a caller that is tracing is not disturbed. A candidate that
+    hangs cannot be stopped inside the process; its thread is left behind, and may slow down what runs after it.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ def cache_folder() -> Path:
     """The folder of all caches: `EJKERNEL_CACHE_DIR`, else the platform's user cache folder. It may not exist yet."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
-        return Path(chosen)
+        return Path(chosen).expanduser()
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("ejkernel", appauthor=False))
@@ -145,8 +145,8 @@ class PersistentCache:
             return self._parse(text)
         except FileNotFoundError:
             return None  # removed between the question and the opening
-        except (OSError, ValueError, RecursionError) as problem:
-            self._distrust(file, str(problem))
+        except Exception as problem:  # whatever a file holds, it must not break the call
+            self._distrust(file, f"{type(problem).__name__}: {problem}")
             return None
 
     def _parse(self, text: str) -> tuple[str, Any, dict[str, Any]]:
