@@ -82,7 +82,7 @@ class Invocation(Generic[Cfg, Out]):
         kernel.check_identity()
         arrays, layout = split(args, kwargs)
         abstract = layout.rebuild([_abstract(array) for array in arrays])
-        return cls(kernel, abstract[0], abstract[1], _device_of(arrays), _mapped_axes(arrays))
+        return cls(kernel, abstract[0], abstract[1], _device_of(arrays), mapped_axes(arrays))
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -181,8 +181,11 @@ def _abstract(array: Any) -> jax.ShapeDtypeStruct:
 
 def _visible_sharding(array: Any) -> Any:
     """The named sharding of an array that is split between devices; None where it is not, or not visible."""
-    tracer = isinstance(array, jax.core.Tracer)
-    sharding = getattr(array.aval if tracer else array, "sharding", None)
+    value = underneath(array)
+    if isinstance(array, jax.core.Tracer) and (value is None or getattr(value, "ndim", 0) != array.ndim):
+        sharding = getattr(array.aval, "sharding", None)
+    else:
+        sharding = getattr(value, "sharding", None)
     return None if all(part == 1 for part in parts(array.shape, sharding)) else sharding
 
 
@@ -198,14 +201,15 @@ def parts(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
 
 def _device_of(arrays: Sequence[Any]) -> jax.Device:
     for array in arrays:
-        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-            here: list[Any] = list(array.sharding.addressable_devices)
+        value = underneath(array)
+        if isinstance(value, jax.Array):
+            here: list[Any] = list(value.sharding.addressable_devices)
             if here:
                 return min(here, key=lambda device: device.id)
     return default_device()
 
 
-def _mapped_axes(arrays: Sequence[Any]) -> tuple[MappedAxis, ...]:
+def mapped_axes(arrays: Sequence[Any]) -> tuple[MappedAxis, ...]:
     """The vmaps around a call, innermost first.
 
     Tracers are looked through the way `jax.vmap` and `jax.grad` nest them; under `jit` nothing further is visible.
@@ -233,3 +237,10 @@ def inner(tracer: Any) -> Any:
     if hasattr(tracer, "batch_dim"):
         return tracer.val
     return getattr(tracer, "primal", None)
+
+
+def underneath(array: Any) -> Any:
+    """The array that tracers wrap, or the array itself; None where there is no value yet."""
+    while isinstance(array, jax.core.Tracer):
+        array = inner(array)
+    return array

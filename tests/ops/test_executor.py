@@ -186,7 +186,7 @@ def test_stores_of_plans_are_bounded(executor, monkeypatch):
     monkeypatch.setattr("ejkernel.ops.executor._LIMIT", 4)
     for number in range(20):
         assert executor(Toy(), problem(batch=1, time=1, width=1, scale=float(number))).shape == (1, 1, 1)
-    assert len(executor._eager) <= 4
+    assert len(executor._known) <= 4
     assert len(executor._plans) <= 4
 
 
