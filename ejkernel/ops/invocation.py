@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
@@ -23,6 +24,11 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 def is_array(leaf: Any) -> bool:
     """Whether a leaf of the arguments is data; everything else is a static value."""
     return isinstance(leaf, _ARRAYS)
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether an array or scalar holds real or complex floats, and so can have a gradient."""
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,8 @@ class Invocation(Generic[Cfg, Out]):
 
     kernel: Kernel[Cfg, Out]
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    device: jax.Device = field(repr=False)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    device: jax.Device = field(default_factory=default_device, repr=False)
     mapped: tuple[MappedAxis, ...] = ()
 
     @classmethod
@@ -122,7 +128,7 @@ class Invocation(Generic[Cfg, Out]):
         return json.dumps({**self._call(), "environment": surroundings}, sort_keys=True, separators=(",", ":"))
 
     def _call(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {
+        made: dict[str, Any] = {
             "op": self.kernel.op_id,
             "version": self.kernel.version,
             "arrays": self.shapes,
@@ -131,7 +137,7 @@ class Invocation(Generic[Cfg, Out]):
         }
         own = {name: value for name, value in vars(self.kernel).items() if name not in ("op_id", "version")}
         extra = {"kernel": stable_text(own, f"an attribute of {self.kernel!r}") if own else "", "settings": settings()}
-        return {**parts, **{name: value for name, value in extra.items() if value}}
+        return {**made, **{name: value for name, value in extra.items() if value}}
 
     def _shape_text(self, name: str, leaf: Any, position: int | None) -> str:
         shape = tuple(leaf.shape)
