@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.hand_written import decode_step, scan_attention
-from benchmarks.timing import interleaved
+from benchmarks.timing import best_times
 from ejkernel.modules import recurrent_attention
 
 GATES = {"no gate": (), "scalar": ("g",), "per key": ("gk",), "per value": ("gv",), "key and value": ("gk", "gv")}
@@ -53,7 +53,7 @@ def measure(channels: int, tokens: int, direction: str, kind: str, seconds: floa
     """(seconds of ours, seconds of the scan)."""
     arrays = inputs(tokens, channels, GATES[kind])
     cotangent = jax.random.normal(jax.random.key(5), arrays["value"].shape)
-    times = interleaved(
+    times = best_times(
         {
             "ours": directions(recurrent_attention, direction),
             "scan": directions(lambda **a: scan_attention(**a)[0], direction),
@@ -72,28 +72,22 @@ def per_token() -> list[tuple[str, str, float]]:
         times = {}
         for tokens in (2048, 65536):
             arrays = inputs(tokens, 64, GATES[kind], batch=1)
-            times[tokens] = interleaved({"t": lambda a: recurrent_attention(**a)}, arrays, seconds=2)["t"] / tokens
+            times[tokens] = best_times({"t": lambda a: recurrent_attention(**a)}, arrays, seconds=2)["t"] / tokens
         found.append((f"time per token at T=65536 over T=2048, {kind}", "<= 1.3", times[65536] / times[2048]))
         arrays = inputs(8192, 64, GATES[kind], batch=1)
         cotangent = jax.random.normal(jax.random.key(5), arrays["value"].shape)
         offsets = jnp.array([0, 100, 100, 1700, 1701, 3000, 5500, 5900, 8192], jnp.int32)
         for direction in ("forward", "forward+backward"):
-            run = directions(recurrent_attention, direction)
-            packed = directions(lambda cu_seqlens, **a: recurrent_attention(**a, cu_seqlens=cu_seqlens), direction)
-            if direction == "forward":
-                pack = lambda a, c, run=packed: run(a | {"cu_seqlens": offsets}, c)
-            else:
-                pack = lambda a, c: (lambda o, pull: (o, pull(c)))(
-                    *jax.vjp(lambda a: recurrent_attention(**a, cu_seqlens=offsets), a)
-                )
-            times = interleaved({"dense": run, "packed": pack}, arrays, cotangent, seconds=2)
+            dense = directions(recurrent_attention, direction)
+            packed = directions(lambda **a: recurrent_attention(**a, cu_seqlens=offsets), direction)  # noqa: B023
+            times = best_times({"dense": dense, "packed": packed}, arrays, cotangent)
             found.append((f"8 packed sequences over dense, {direction}, {kind}", "<= 1.5", times["packed"] / times["dense"]))
     arrays = inputs(1, 64, ("gk",))
     state = jnp.ones((2, 4, 64, 64))
     ours = lambda state, query, key, value, gk: recurrent_attention(
         query, key, value, gk=gk, initial_state=state, return_state=True, softmax_scale=64**-0.5
     )
-    times = interleaved({"ours": ours, "hand": decode_step}, state, *arrays.values(), seconds=1, rounds=2000)
+    times = best_times({"ours": ours, "hand": decode_step}, state, *arrays.values(), seconds=1, rounds=2000)
     found.append(("decode step over a hand-written one", "<= 1", times["ours"] / times["hand"]))
     return found
 
@@ -109,7 +103,8 @@ def main() -> None:
         for kind in kinds:
             for direction in ways:
                 ours, scan = measure(channels, tokens, direction, kind)
-                print(f"| {channels} | {tokens} | {kind} | {direction} | {scan * 1e3:.1f} | {ours * 1e3:.1f} | {scan / ours:.1f} |", flush=True)
+                times = f"{scan * 1e3:.1f} | {ours * 1e3:.1f} | {scan / ours:.1f}"
+                print(f"| {channels} | {tokens} | {kind} | {direction} | {times} |", flush=True)
     if not quick:
         print("\n| what | wanted | measured |\n|---|---|---|")
         for what, wanted, ratio in per_token():

@@ -1,4 +1,4 @@
-"""Timing that several benchmarks share: compiled functions, warmed up, blocked on, best of interleaved rounds."""
+"""Timing that several benchmarks share: compiled functions, warmed up, blocked on, best of several."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def compile_for(function: Callable, *arguments: Any) -> Callable:
     return jitted
 
 
-def interleaved(functions: dict[str, Callable], *arguments: Any, seconds: float = 2.0, rounds: int = 30) -> dict[str, float]:
-    """Best time of each function in seconds, measured in turns so that a slow moment hits all of them.
+def best_times(functions: dict[str, Callable], *arguments: Any, seconds: float = 2.0, rounds: int = 30) -> dict[str, float]:
+    """Best time of each function in seconds, each measured in a block of its own calls.
 
-    The best, not the mean: on a shared machine other work only ever adds time.
+    The best, not the mean: on a shared machine other work only ever adds time. Not in turns: a function that frees gigabytes
+    makes whichever runs next pay for getting its memory back from the system.
     """
-    compiled = {name: compile_for(function, *arguments) for name, function in functions.items()}
-    best = dict.fromkeys(compiled, float("inf"))
-    end = time.perf_counter() + seconds * len(compiled)
-    for done in range(rounds):
-        for name, function in compiled.items():
+    best = {}
+    for name, function in functions.items():
+        compiled = compile_for(function, *arguments)
+        times, end = [], time.perf_counter() + seconds
+        while len(times) < 3 or (len(times) < rounds and time.perf_counter() < end):
             start = time.perf_counter()
-            jax.block_until_ready(function(*arguments))
-            best[name] = min(best[name], time.perf_counter() - start)
-        if done >= 2 and time.perf_counter() > end:
-            break
+            jax.block_until_ready(compiled(*arguments))
+            times.append(time.perf_counter() - start)
+        best[name] = min(times)
     return best

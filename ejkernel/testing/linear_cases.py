@@ -91,8 +91,7 @@ class LinearCase:
             options["cu_seqlens"] = jnp.asarray(np.cumsum([0, *self.lengths]), jnp.int32)
         dtype = jnp.dtype(self.dtype)
         keep = {"g_gamma", "initial_state"} if dtype.itemsize < 4 else set()  # these stay in float32 in practice
-        arrays = {name: jnp.asarray(x, jnp.float32 if name in keep else dtype) for name, x in arrays.items()}
-        return arrays, options
+        return {name: jnp.asarray(x, jnp.float32 if name in keep else dtype) for name, x in arrays.items()}, options
 
     def weights(self) -> tuple[np.ndarray, np.ndarray]:
         """Random factors of output and final state in the loss whose gradients are compared."""
@@ -116,7 +115,9 @@ class LinearCase:
         return {name: np.asarray(x) for name, x in found.items()}
 
 
-def _evaluate(function: Callable, arrays: dict[str, jax.Array], weights: tuple[np.ndarray, np.ndarray], jit: bool) -> dict[str, Any]:
+def _evaluate(
+    function: Callable, arrays: dict[str, jax.Array], weights: tuple[np.ndarray, np.ndarray], jit: bool
+) -> dict[str, Any]:
     def loss(arrays: dict[str, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         output, state = function(arrays)
         wide = jnp.promote_types(output.dtype, jnp.float32)
@@ -133,7 +134,7 @@ def _evaluate(function: Callable, arrays: dict[str, jax.Array], weights: tuple[n
 def _gate_cases() -> list[LinearCase]:
     combinations = [(), ("g",), ("g_gamma",), ("g4",), ("gk",), ("gv",), ("g", "g_gamma"), ("gk", "gv"), ("g", "gv"),
                     ("g4", "gk", "gv", "g_gamma"), ("g", "g_gamma", "gk", "gv")]  # fmt: skip
-    named = [LinearCase("-".join(gates) or "ungated", gates=gates, initial_state=True) for gates in combinations]
+    named = [LinearCase(_label(gates), gates=gates, initial_state=True) for gates in combinations]
     kinds = [
         LinearCase(f"{'-'.join(gates)}-{kind}", gates=gates, gate_kind=kind, time=70, initial_state=True)
         for kind in GATE_KINDS
@@ -143,7 +144,13 @@ def _gate_cases() -> list[LinearCase]:
     return [*named, *kinds]
 
 
+def _label(gates: tuple[str, ...]) -> str:
+    return "-".join(gates) or "ungated"
+
+
 ALL_GATES = ("g", "g_gamma", "gk", "gv")
+SOME_GATES = ((), ("g",), ("gk",), ALL_GATES)
+UNEVEN = (13, 0, 40, 1, 27, 0)
 CASES: list[LinearCase] = [
     *_gate_cases(),
     *(LinearCase(f"time-{t}", time=t, gates=("gk",), initial_state=True) for t in (0, 1, 2, 3, 16, 17, 64, 129)),
@@ -154,10 +161,10 @@ CASES: list[LinearCase] = [
     LinearCase("grouped", heads=6, kv_heads=2, gates=("gk",), initial_state=True),
     LinearCase("grouped-gates", heads=4, kv_heads=2, gates=ALL_GATES, gates_per_kv_head=True),
     LinearCase("grouped-scalar", heads=4, kv_heads=1, gates=("g",), gates_per_kv_head=True),
-    *(LinearCase(f"reverse-{'-'.join(g) or 'ungated'}", gates=g, reverse=True, initial_state=True) for g in ((), ("g",), ("gk",), ALL_GATES)),
+    *(LinearCase(f"reverse-{_label(g)}", gates=g, reverse=True, initial_state=True) for g in SOME_GATES),
     *(
-        LinearCase(f"packed-{'-'.join(g) or 'ungated'}{'-reverse' * r}", gates=g, lengths=(13, 0, 40, 1, 27, 0), reverse=r, initial_state=True)
-        for g in ((), ("g",), ("gk",), ALL_GATES)
+        LinearCase(f"packed-{_label(g)}{'-reverse' * r}", gates=g, lengths=UNEVEN, reverse=r, initial_state=True)
+        for g in SOME_GATES
         for r in (False, True)
     ),
     LinearCase("packed-rank3", gates=("g4",), lengths=(5, 9, 2), rank3=True, initial_state=True),
@@ -165,7 +172,7 @@ CASES: list[LinearCase] = [
     LinearCase("packed-without-state", gates=("gk",), lengths=(20, 20)),
     LinearCase("scale", gates=("g",), scale=0.7),
     *(
-        LinearCase(f"{dtype}-{'-'.join(g) or 'ungated'}-{kind}", gates=g, dtype=dtype, gate_kind=kind, time=70, initial_state=True)
+        LinearCase(f"{dtype}-{_label(g)}-{kind}", gates=g, dtype=dtype, gate_kind=kind, time=70, initial_state=True)
         for dtype in ("bfloat16", "float16")
         for g, kind in (((), "mild"), (("g",), "resets"), (("gk",), "mild"), (("gk",), "strong"), (("gk", "gv"), "infinite"))
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,10 +41,9 @@ def linear_reference(
         return _packed(
             (query, key, value, g, gk, gv), g_gamma, initial_state, cu_seqlens, softmax_scale=softmax_scale, reverse=reverse
         )
-    q, k, v, g, g_gamma, gk, gv, S = (
-        None if x is None else jnp.asarray(x, jnp.float64) for x in (query, key, value, g, g_gamma, gk, gv, initial_state)
-    )
-    B, T, H, K = q.shape
+    wide: Callable[[Any], Any] = lambda x: None if x is None else jnp.asarray(x, jnp.float64)
+    q, k, v, g, g_gamma, gk, gv, S = map(wide, (query, key, value, g, g_gamma, gk, gv, initial_state))
+    B, _, H, K = q.shape
     per_head = lambda x: None if x is None else jnp.repeat(x, H // x.shape[2], axis=2)
     k, v, g, gk, gv = map(per_head, (k, v, g, gk, gv))
     scale = K**-0.5 if softmax_scale is None else softmax_scale
@@ -76,8 +77,9 @@ def _packed(per_token: tuple, g_gamma: Any, initial_state: Any, cu_seqlens: Any,
     N, H = len(offsets) - 1, per_token[0].shape[2]
     g_gamma = None if g_gamma is None else jnp.broadcast_to(g_gamma, (N, H))
     outputs, states = [], []
-    for n, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
-        q, k, v, g, gk, gv = (None if x is None else x[:, start:end] for x in per_token)
+    for n, (start, end) in enumerate(itertools.pairwise(offsets)):
+        part: Callable[[Any], Any] = lambda x, rows=slice(start, end): None if x is None else x[:, rows]
+        q, k, v, g, gk, gv = map(part, per_token)
         gamma = None if g_gamma is None else g_gamma[n]
         state = None if initial_state is None else jnp.reshape(initial_state, (N, H, q.shape[-1], v.shape[-1]))[n]
         output, final = linear_reference(q, k, v, g, gamma, gk, gv, state, **options)

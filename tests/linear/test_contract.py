@@ -46,8 +46,8 @@ def test_import_paths(path, names):
 SIGNATURES = {
     "recurrent_attention": "query key value g=None g_gamma=None gk=None gv=None initial_state=None cu_seqlens=None * "
     "softmax_scale=None reverse=False return_state=False platform=None cfg=None",
-    "gla_attention": "query key value g=None g_gamma=None initial_state=None cu_seqlens=None * softmax_scale=None reverse=False "
-    "return_state=False platform=None cfg=None",
+    "gla_attention": "query key value g=None g_gamma=None initial_state=None cu_seqlens=None * softmax_scale=None "
+    "reverse=False return_state=False platform=None cfg=None",
     "lightning_attention": "query key value initial_state=None cu_seqlens=None * layer_idx num_layers softmax_scale=None "
     "reverse=False return_state=False platform=None cfg=None",
 }
@@ -80,7 +80,9 @@ def test_dtypes_of_output_and_state(dtype):
 def test_gates_may_have_a_dtype_of_their_own():
     arrays, _ = LinearCase("mixed", time=5, gates=("gk",), dtype="bfloat16").arguments()
     arrays["gk"] = arrays["gk"].astype(jnp.float32)
-    gradient = jax.grad(lambda gk: jnp.sum(modules.recurrent_attention(**(arrays | {"gk": gk})).astype(jnp.float32)))(arrays["gk"])
+    gradient = jax.grad(lambda gk: jnp.sum(modules.recurrent_attention(**(arrays | {"gk": gk})).astype(jnp.float32)))(
+        arrays["gk"]
+    )
     assert gradient.dtype == jnp.float32
 
 
@@ -125,7 +127,10 @@ def test_importing_the_library_is_cheap_and_needs_no_extras():
         "assert not {'triton', 'torch', 'platformdirs', 'ejkernel.kernels._xla'} & set(sys.modules), 'imports too much'\n"
         "print(took)"
     )
-    times = [float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout) for _ in range(3)]
+    times = [
+        float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
+        for _ in range(3)
+    ]
     assert min(times) < 0.2, times
 
 

@@ -26,7 +26,7 @@ class LinearKernel(Kernel[LinearConfig, tuple[jax.Array, jax.Array]]):
     ) -> tuple[jax.Array, jax.Array]:
         """`(output, final_state)`: `[B, T, H, V]` and `[N, H, K, V]`."""
         if not isinstance(cfg, LinearConfig):
-            raise TypeError(f"cfg must be a {self._config_cls.__name__} or None; got {type(cfg).__name__}.")  # type: ignore[union-attr]
+            raise TypeError(f"cfg must be a configuration of {self.op_id} or None; got {type(cfg).__name__}.")
         return self._implementation(problem, platform, cfg).solve(problem, cfg)
 
     def heuristic_cfg(self, inv: Invocation) -> LinearConfig:

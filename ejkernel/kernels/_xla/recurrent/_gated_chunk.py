@@ -11,6 +11,7 @@ left halves. The backward pass has the same shape with (q, k, a) and (do, v, b) 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -34,24 +35,24 @@ class GatedGrads(NamedTuple):
 def forward(mm: Matmul, S: Array, q: Array, k: Array, v: Array, a: Array | None, b: Array | None) -> tuple[Array, Array]:
     """(next state `[..., K, V]`, output `[..., C, V]`) from the state before the chunk and its rows; a, b are decays."""
     rows, tile = q.shape[-2], min(TILE, q.shape[-2])
-    diagonal = _tiled(mm.nt, q, k, tile) * np.eye(tile)  # [..., C/tile, tile, tile]
-    scores = [diagonal]  # levels below the tile that share one v
+    scores = _tiled(mm.nt, q, k, tile) * np.eye(tile)  # [..., C/tile, tile, tile]: the diagonal, then levels that share v
     outputs = []
     for row, column in zip(levels(a, rows), levels(b, rows), strict=True):
         h = row.h
         if h == rows:
             break
         if h < tile:
-            level = _tiled(mm.nt, *[_mixed(row, q, k)] * 2, tile) * _pairs(h, tile)  # [..., C/tile, tile, tile]
+            P = _mixed(row, q, k)  # [..., C, K]
+            level = _tiled(mm.nt, P, P, tile) * _pairs(h, tile)  # [..., C/tile, tile, tile]
             if b is None:
-                scores.append(level)
+                scores += level
             else:
                 outputs.append(column.right(_times_tiled(mm, level, column.left(v))))
         else:
             (_, x), (y, _), (z, _) = halves(row.right(q), h), halves(row.left(k), h), halves(column.left(v), h)
             part = mm.nn(mm.nt(x, y), z)  # [..., C/2h, h, V]
             outputs.append(column.right(joined(jnp.zeros_like(part), part)))
-    output = sum(outputs, _times_tiled(mm, sum(scores), v))
+    output = sum(outputs, _times_tiled(mm, scores, v))
     output += column.right(mm.nn(row.right(q), S))
     return _decayed(S, row, column) + mm.tn(row.left(k), column.left(v)), output
 
@@ -100,9 +101,7 @@ def backward(
     if b is not None:
         total = jnp.where(last, jnp.sum(through, -2)[..., None, :], 0)
         grads = grads._replace(db=push_down(column_adjoints, mm.nn(x, S) * xv + total, dwv * wv))
-    grads = grads._replace(
-        dq=grads.dq + row.right(dx), dk=grads.dk + row.left(dw), dv=grads.dv + column.left(dwv)
-    )
+    grads = grads._replace(dq=grads.dq + row.right(dx), dk=grads.dk + row.left(dw), dv=grads.dv + column.left(dwv))
     return _decayed(dS, row, column) + mm.tn(x, xv), grads
 
 
@@ -117,7 +116,7 @@ def _pairs(h: int, tile: int) -> np.ndarray:
     return ((t // h % 2 == 1) & (s // h == t // h - 1)).astype(np.float32)
 
 
-def _tiled(product, x: Array, y: Array, tile: int) -> Array:
+def _tiled(product: Callable[[Array, Array], Array], x: Array, y: Array, tile: int) -> Array:
     """`product` of the tiles of `[..., C, D]` arrays: `[..., C / tile, tile, tile]`."""
     split = lambda z: z.reshape(*z.shape[:-2], z.shape[-2] // tile, tile, z.shape[-1])
     return product(split(x), split(y))

@@ -38,7 +38,7 @@ def candidates(problem: LinearProblem) -> list[LinearConfig]:
 
 
 def _config(problem: LinearProblem, schedule: Schedule, rows: int) -> LinearConfig:
-    """A chunk no longer than the call, nor than the mean packed sequence: a slot that is not full costs as much as a full one."""
+    """A chunk no longer than the call or the mean packed sequence: a slot costs the same whether it is full or not."""
     tokens = max(problem.shape[1], 1)
     if problem.cu_seqlens is not None:
         tokens = max(tokens // max(problem.sequences, 1), 1)
