@@ -44,7 +44,7 @@ def linear_reference(
     wide: Callable[[Any], Any] = lambda x: None if x is None else jnp.asarray(x, jnp.float64)
     q, k, v, g, g_gamma, gk, gv, S = map(wide, (query, key, value, g, g_gamma, gk, gv, initial_state))
     B, _, H, K = q.shape
-    per_head = lambda x: None if x is None else jnp.repeat(x, H // x.shape[2], axis=2)
+    per_head: Callable[[Any], Any] = lambda x: None if x is None else jnp.repeat(x, H // x.shape[2], axis=2)
     k, v, g, gk, gv = map(per_head, (k, v, g, gk, gv))
     scale = K**-0.5 if softmax_scale is None else softmax_scale
     S = jnp.zeros((B, H, K, v.shape[-1])) if S is None else S.reshape(B, H, K, v.shape[-1])
@@ -78,8 +78,8 @@ def _packed(per_token: tuple, g_gamma: Any, initial_state: Any, cu_seqlens: Any,
     g_gamma = None if g_gamma is None else jnp.broadcast_to(g_gamma, (N, H))
     outputs, states = [], []
     for n, (start, end) in enumerate(itertools.pairwise(offsets)):
-        part: Callable[[Any], Any] = lambda x, rows=slice(start, end): None if x is None else x[:, rows]
-        q, k, v, g, gk, gv = map(part, per_token)
+        mine: list[Any] = [None if x is None else x[:, start:end] for x in per_token]
+        q, k, v, g, gk, gv = mine
         gamma = None if g_gamma is None else g_gamma[n]
         state = None if initial_state is None else jnp.reshape(initial_state, (N, H, q.shape[-1], v.shape[-1]))[n]
         output, final = linear_reference(q, k, v, g, gamma, gk, gv, state, **options)

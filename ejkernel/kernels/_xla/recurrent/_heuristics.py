@@ -25,8 +25,10 @@ def heuristic(problem: LinearProblem) -> LinearConfig:
         return _config(problem, "chunked", 64)
     per_channel = problem.gk is not None or problem.gv is not None
     stepwise = K * V <= MIDDLE and (per_channel or K * V > NARROW)
-    wide_enough = T > 2048 or K * V > MIDDLE  # longer chunks keep fewer states
-    return _config(problem, "recurrent" if stepwise else "chunked", 64 if wide_enough else 32)
+    if stepwise:
+        return _config(problem, "recurrent", 64 if T > 2048 else 32)  # longer chunks keep fewer states
+    wide = K * V > MIDDLE
+    return _config(problem, "chunked", 128 if wide and per_channel else 64 if wide or T > 2048 else 32)
 
 
 def candidates(problem: LinearProblem) -> list[LinearConfig]:
