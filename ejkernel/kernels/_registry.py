@@ -152,9 +152,7 @@ class KernelRegistry:
             if reason is None:
                 return entry
             refused.append(f"{entry.platform} ({entry.backend}): {reason}")
-        refused += [
-            f"{at}: its import failed: {why}" for at, why in self._failures(algorithm).items() if wanted in (None, at)
-        ]
+        refused += [f"{at}: its import failed: {why}" for at, why in self._failures(algorithm).items() if wanted in (None, at)]
         raise ValueError(_no_implementation(algorithm, wanted, device, refused, candidates))
 
     def list_algorithms(self) -> list[str]:
