@@ -1,0 +1,174 @@
+"""Logits of a tile: queries `[start_q, start_q + q)` against keys `[start_k, start_k + k)`.
+
+    logits = soft_cap * tanh(scale * q . k / soft_cap) + bias, -inf where masked            # [B, Hkv, G, q, k]
+
+The direct schedule is one tile that covers everything; the blockwise one walks over tiles. Heads are `[Hkv, G]` throughout
+(G query heads share a key head), so keys and values are never repeated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from ejkernel.kernels._attention.dropout import kept
+from ejkernel.kernels._attention.problem import AttentionProblem
+
+Index = int | Array
+
+
+class Tile(NamedTuple):
+    """Where a tile starts and how large it is; `kv_end` is where keys end and padding begins."""
+
+    start_q: Index
+    start_k: Index
+    size_q: int
+    size_k: int
+    kv_end: int
+
+
+class Factors(NamedTuple):
+    """What the logits of a tile are differentiable in."""
+
+    query: Float[Array, "B q Hkv G D"]
+    key: Float[Array, "B k Hkv D"]
+    bias: Float[Array, "b h g q k"] | None
+    scale: Float[Array, ""] | float
+
+
+def whole(problem: AttentionProblem) -> Tile:
+    """The one tile that covers the problem."""
+    return Tile(0, 0, problem.q_len, problem.kv_len, problem.kv_len)
+
+
+def precision(problem: AttentionProblem) -> lax.Precision | None:
+    """Full precision for wide inputs; half-precision inputs lose nothing in the device's default products of floats."""
+    return lax.Precision.HIGHEST if problem.dtype in (jnp.float32, jnp.float64) else None
+
+
+def product(problem: AttentionProblem, spec: str, a: Array, b: Array) -> Array:
+    """`einsum` of two arrays in the accumulation dtype."""
+    wide = problem.accumulation_dtype
+    return jnp.einsum(spec, a.astype(wide), b.astype(wide), precision=precision(problem))
+
+
+def cut(x: Array, axis: int, start: Index, size: int) -> Array:
+    """The part of an axis that a tile covers; an axis of size 1 does not vary and stays whole."""
+    if x.shape[axis] in (1, size):
+        return x
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def cut_plane(problem: AttentionProblem, plane: Array, tile: Tile) -> Array:
+    """A bias or mask `[b, h, t, s]` as `[b, h, g, q, k]` on a tile."""
+    return cut(cut(problem.grouped(plane), 3, tile.start_q, tile.size_q), 4, tile.start_k, tile.size_k)
+
+
+def cut_query(problem: AttentionProblem, x: Array, tile: Tile) -> Array:
+    """Queries or their like `[B, T, H, D]` as `[B, q, Hkv, G, D]` on a tile."""
+    x = cut(x, 1, tile.start_q, tile.size_q)
+    return x.reshape(*x.shape[:2], problem.kv_heads, -1, x.shape[3])
+
+
+def factors(problem: AttentionProblem, tile: Tile) -> Factors:
+    """The inputs of the logits on a tile."""
+    return Factors(
+        query=cut_query(problem, problem.query, tile),
+        key=cut(problem.key, 1, tile.start_k, tile.size_k),
+        bias=None if problem.bias is None else cut_plane(problem, problem.bias, tile),
+        scale=problem.scale if problem.traced_scale is None else problem.traced_scale,
+    )
+
+
+def logits(problem: AttentionProblem, x: Factors, keep: Bool[Array, "b h g q k"] | None) -> Float[Array, "B Hkv G q k"]:
+    """The formula above, in the softmax's dtype."""
+    wide = problem.accumulation_dtype
+    query = jnp.moveaxis(x.query.astype(wide) * jnp.asarray(x.scale, wide), 1, 3)  # [B, Hkv, G, q, D]
+    scores = product(problem, "bhgqd,bkhd->bhgqk", query, x.key)
+    if problem.soft_cap is not None:
+        scores = problem.soft_cap * jnp.tanh(scores / problem.soft_cap)
+    if x.bias is not None:
+        scores = scores + x.bias.astype(wide)
+    if keep is not None:
+        scores = jnp.where(keep, scores, -jnp.inf)
+    return scores.astype(problem.softmax_dtype)
+
+
+def keep_mask(problem: AttentionProblem, tile: Tile) -> Bool[Array, "b h g q k"] | None:
+    """Which pairs of a tile attend; None: all of them."""
+    parts = []
+    if problem.left is not None or problem.right is not None:
+        distance = (
+            _positions(problem.kv_positions, tile.start_k, tile.size_k)[..., None, :]
+            - _positions(problem.q_positions, tile.start_q, tile.size_q)[..., :, None]
+        )  # [b, 1, 1, q, k]
+        parts += [] if problem.left is None else [distance >= -problem.left]
+        parts += [] if problem.right is None else [distance <= problem.right]
+    if problem.mask is not None:
+        parts.append(cut_plane(problem, problem.mask, tile))
+    if problem.q_segment_ids is not None and problem.kv_segment_ids is not None:
+        q = cut(problem.q_segment_ids, 1, tile.start_q, tile.size_q)[:, None, None, :, None]
+        kv = cut(problem.kv_segment_ids, 1, tile.start_k, tile.size_k)[:, None, None, None, :]
+        parts.append((q == kv) & (q >= 0))
+    if problem.kv_len != tile.kv_end:
+        parts.append((tile.start_k + jnp.arange(tile.size_k) < tile.kv_end)[None, None, None, None, :])
+    keep = None
+    for part in parts:
+        keep = part if keep is None else keep & part
+    return keep
+
+
+def _positions(given: Array | None, start: Index, size: int) -> Array:
+    """`[b, 1, 1, size]`."""
+    if given is None:
+        return (start + jnp.arange(size, dtype=jnp.int32))[None, None, None, :]
+    return cut(given, 1, start, size)[:, None, None, :]
+
+
+def drop(problem: AttentionProblem, weights: Float[Array, "B Hkv G q k"], tile: Tile) -> Float[Array, "B Hkv G q k"]:
+    """Weights, or their gradient, after dropout: kept ones grow by `1 / (1 - prob)`, the others are 0."""
+    if problem.dropout_words is None:
+        return weights
+    words = cut(problem.grouped(problem.dropout_words), 3, tile.start_q, tile.size_q)  # [B, Hkv, G, q, 2]
+    keep = kept(words, tile.start_k + jnp.arange(tile.size_k, dtype=jnp.int32), problem.dropout_prob)
+    return jnp.where(keep, weights / (1.0 - problem.dropout_prob), 0.0).astype(weights.dtype)
+
+
+def grouped_sinks(problem: AttentionProblem) -> Float[Array, "Hkv G"] | None:
+    """The sinks as `[Hkv, G]`."""
+    return None if problem.sinks is None else problem.sinks.reshape(problem.kv_heads, -1)
+
+
+def sum_dtype(problem: AttentionProblem) -> Any:
+    """The dtype of the softmax's maximum and sums."""
+    return jnp.promote_types(problem.softmax_dtype, jnp.float32)
+
+
+def alike_varying(problem: AttentionProblem) -> AttentionProblem:
+    """The problem with every array marked as varying over the mesh axes that any of them varies over.
+
+    Inside `shard_map` a replicated bias may meet sharded queries. Loops and custom gradients need one kind of array; the
+    gradient of this marking is the sum over the mesh that a replicated input's gradient needs.
+    """
+    leaves = [leaf for leaf in vars(problem).values() if isinstance(leaf, Array)]
+    axes = frozenset().union(*(varying_axes(leaf) for leaf in leaves))
+    changed: dict[str, Any] = {
+        name: vary(leaf, axes) for name, leaf in vars(problem).items() if isinstance(leaf, Array) and axes - varying_axes(leaf)
+    }
+    return dataclasses.replace(problem, **changed) if changed else problem
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    """The mesh axes of `shard_map` over which an array varies."""
+    return frozenset(getattr(jax.typeof(x), "vma", ()))
+
+
+def vary(x: Array, axes: frozenset[str]) -> Array:
+    """The array, marked as varying over these mesh axes too."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
