@@ -12,7 +12,7 @@ Backward, over the same tiles, with p = exp(logits - lse) recomputed and delta =
     d_value  += dropped(p)^T d_output
     d_logits  = p * (dropped(d_output value^T) - delta)
 
-and the rest of the way, from d_logits to query, key, bias and scale, is JAX's own gradient of the tile's logits.
+and the way from d_logits to scores and bias is JAX's own gradient of `finish`.
 A sink is a logit that is there before the first block: it starts `top` and `total`.
 """
 
@@ -29,17 +29,17 @@ from jaxtyping import Array, Float
 
 from ejkernel.kernels._attention.problem import AttentionProblem
 from ejkernel.kernels._xla.attention._logits import (
-    Factors,
     Tile,
     alike_varying,
     cut,
-    cut_query,
+    cut_bias,
     drop,
-    factors,
-    grouped_sinks,
+    finish,
+    flat_rows,
+    grouped_rows,
     keep_mask,
-    logits,
     product,
+    scaled_query,
     sum_dtype,
     vary,
     varying_axes,
@@ -107,102 +107,100 @@ def _start(problem: AttentionProblem, shape: tuple[int, ...], fill: float, dtype
 def _forward(blocks: Blocks, problem: AttentionProblem) -> tuple[Float[Array, "B T H V"], Float[Array, "B Hkv G T"]]:
     """The output and the log of the softmax's sum; +inf where nothing is attended to, so that exp(x - lse) is 0."""
     start = functools.partial(_start, problem)
-    batch, q_len, heads, _ = problem.query.shape
-    rows = (batch, problem.kv_heads, heads // problem.kv_heads, blocks.size_q)
-    wide, sums = problem.accumulation_dtype, sum_dtype(problem)
-    sinks, plan = grouped_sinks(problem), visits(problem, blocks.size_q, blocks.size_k)
-    if sinks is None:
-        first = start(rows, -jnp.inf, sums), start(rows, 0, sums)
-    else:
-        top = start(rows, 0, sums) + sinks.astype(sums)[..., None]
+    wide, sums, plan = problem.accumulation_dtype, sum_dtype(problem), visits(problem, blocks.size_q, blocks.size_k)
+    order = jnp.asarray(plan.order)
+    query = scaled_query(problem)  # [B, Hkv, G, T, D]
+    key, value = jnp.moveaxis(problem.key, 1, 2), jnp.moveaxis(problem.value, 1, 2)  # [B, Hkv, S, D], [B, Hkv, S, V]
+    rows = (*query.shape[:3], blocks.size_q)
+    first = start(rows, -jnp.inf, sums), start(rows, 0, sums)
+    if problem.sinks is not None:
+        top = start(rows, 0, sums) + problem.sinks.astype(sums).reshape(problem.kv_heads, -1, 1)
         first = top, (top > -jnp.inf).astype(sums)
 
-    def query_block(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        def key_block(n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            top, total, acc = carry
-            tile = blocks.tile(i, order[i, n])
-            x = logits(problem, factors(problem, tile), keep_mask(problem, tile))  # [B, Hkv, G, q, k]
-            new_top = jnp.maximum(top, x.max(-1).astype(sums))  # [B, Hkv, G, q]
-            finite = jnp.where(new_top == -jnp.inf, 0, new_top)
-            e = jnp.exp(x - finite[..., None].astype(x.dtype))
-            shrink = jnp.exp(top - finite)
-            value = cut(problem.value, 1, tile.start_k, tile.size_k)  # [B, k, Hkv, V]
-            acc = acc * shrink[..., None].astype(wide) + product(problem, "bhgqk,bkhv->bhgqv", drop(problem, e, tile), value)
-            return new_top, total * shrink + e.sum(-1, dtype=sums), acc
+    def key_block(i: Array, q: Array, n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, acc = carry  # [B, Hkv, G, q] twice, [B, Hkv, G, q, V]
+        tile = blocks.tile(i, order[i, n])
+        k, v = (cut(x, 2, tile.start_k, tile.size_k) for x in (key, value))  # [B, Hkv, k, D], [B, Hkv, k, V]
+        scores = product(problem, "bhgqd,bhkd->bhgqk", q, k)
+        x = finish(problem, scores, cut_bias(problem, tile), keep_mask(problem, tile))
+        new_top = jnp.maximum(top, x.max(-1).astype(sums))
+        finite = jnp.where(new_top == -jnp.inf, 0, new_top)
+        e = jnp.exp(x - finite[..., None].astype(x.dtype))
+        shrink = jnp.exp(top - finite)
+        acc = acc * shrink[..., None].astype(wide) + product(problem, "bhgqk,bhkv->bhgqv", drop(problem, e, tile), v)
+        return new_top, total * shrink + e.sum(-1, dtype=sums), acc
 
+    def query_block(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         output, lse = carry
+        at = i * blocks.size_q
+        q = cut(query, 3, at, blocks.size_q)
         acc = start((*rows, problem.value_dim), 0, wide)
-        top, total, acc = lax.fori_loop(0, plan.number(i), key_block, (*first, acc))
-        acc = acc / jnp.where(total == 0, 1, total)[..., None].astype(wide)
-        acc = jnp.moveaxis(acc, 3, 1).reshape(batch, blocks.size_q, heads, -1).astype(problem.dtype)
+        top, total, acc = lax.fori_loop(0, plan.number(i), functools.partial(key_block, i, q), (*first, acc))
+        acc = flat_rows(problem, acc / jnp.where(total == 0, 1, total)[..., None].astype(wide)).astype(problem.dtype)
         # log(0) = -inf would turn into NaN against logits of -inf; the sum is 0 only where nothing attends.
         row_lse = jnp.where(total == 0, jnp.inf, top + jnp.log(total))
-        at = i * blocks.size_q
         return lax.dynamic_update_slice_in_dim(output, acc, at, 1), lax.dynamic_update_slice_in_dim(lse, row_lse, at, 3)
 
-    order = jnp.asarray(plan.order)
-    outputs = start((batch, q_len, heads, problem.value_dim), 0, problem.dtype)
-    lse = start((*rows[:3], q_len), 0, sums)
-    return lax.fori_loop(0, q_len // blocks.size_q, query_block, (outputs, lse))
+    outputs = start((*problem.query.shape[:3], problem.value_dim), 0, problem.dtype)
+    lse = start((*rows[:3], problem.q_len), 0, sums)
+    return lax.fori_loop(0, problem.q_len // blocks.size_q, query_block, (outputs, lse))
 
 
 class _Gradients(NamedTuple):
-    """Sums over tiles, in the accumulation dtype."""
+    """Sums over tiles, in the accumulation dtype. Those of keys and values have their channels before the length: so they
+    come out of products whose large factor, a tile of weights, is read row by row."""
 
-    query: Array  # [B, T, H, D]
-    key: Array  # [B, S, Hkv, D]
-    value: Array  # [B, S, Hkv, V]
+    query: Array  # [B, Hkv, G, T, D], of the scaled query
+    key: Array  # [B, Hkv, D, S]
+    value: Array  # [B, Hkv, V, S]
     bias: Array | None  # [b, h, g, t, s]
-    scale: Array | None
 
 
 def _attend_bwd(
     blocks: Blocks, residuals: tuple[AttentionProblem, Array, Array], d_output: Float[Array, "B T H V"]
 ) -> tuple[AttentionProblem]:
     problem, output, lse = residuals
+    start = functools.partial(_start, problem)
     wide, plan = problem.accumulation_dtype, visits(problem, blocks.size_q, blocks.size_k)
     order = jnp.asarray(plan.order)
-    delta = (d_output.astype(wide) * output.astype(wide)).sum(-1)  # [B, T, H]
-    delta = jnp.moveaxis(delta.reshape(*delta.shape[:2], problem.kv_heads, -1), 1, 3)  # [B, Hkv, G, T]
+    query, d_rows = scaled_query(problem), grouped_rows(problem, d_output).astype(wide)  # [B, Hkv, G, T, D|V]
+    query_t, d_rows_t = (jnp.moveaxis(x, 4, 2) for x in (query, d_rows))  # [B, Hkv, D|V, G, T]
+    key, value = jnp.moveaxis(problem.key, 1, 2), jnp.moveaxis(problem.value, 1, 2)  # [B, Hkv, S, D|V]
+    delta = (d_rows * grouped_rows(problem, output).astype(wide)).sum(-1)  # [B, Hkv, G, T]
 
-    def key_block(i: Array, n: Array, sums: _Gradients) -> _Gradients:
+    def key_block(i: Array, n: Array, carry: tuple[Array, _Gradients]) -> tuple[Array, _Gradients]:
+        d_q, sums = carry
         tile = blocks.tile(i, order[i, n])
-        keep = keep_mask(problem, tile)
-        x, pull = jax.vjp(lambda y: logits(problem, y, keep), _differentiable(problem, tile))
-        lse_rows = cut(lse, 3, tile.start_q, tile.size_q)[..., None]
+        q, d_out = (cut(x, 3, tile.start_q, tile.size_q) for x in (query, d_rows))
+        q_t, d_out_t = (cut(x, 4, tile.start_q, tile.size_q) for x in (query_t, d_rows_t))
+        k, v = (cut(x, 2, tile.start_k, tile.size_k) for x in (key, value))
+        lse_rows, delta_rows = (cut(x, 3, tile.start_q, tile.size_q)[..., None] for x in (lse, delta))
+        keep, scores = keep_mask(problem, tile), product(problem, "bhgqd,bhkd->bhgqk", q, k)
+        x, pull = jax.vjp(lambda scores, bias: finish(problem, scores, bias, keep), scores, cut_bias(problem, tile))
         p = jnp.exp(x - lse_rows.astype(x.dtype))  # [B, Hkv, G, q, k]
-        value = cut(problem.value, 1, tile.start_k, tile.size_k)  # [B, k, Hkv, V]
-        d_rows = cut_query(problem, d_output, tile)  # [B, q, Hkv, G, V]
-        d_value = product(problem, "bhgqk,bqhgv->bkhv", drop(problem, p, tile), d_rows)
-        d_p = drop(problem, product(problem, "bqhgv,bkhv->bhgqk", d_rows, value), tile)
-        delta_rows = cut(delta, 3, tile.start_q, tile.size_q)[..., None]
-        (d,) = pull((p * (d_p - delta_rows)).astype(x.dtype))
-        return _Gradients(
-            query=_add(sums.query, d.query.reshape(*d.query.shape[:2], problem.heads, -1), {1: tile.start_q}),
-            key=_add(sums.key, d.key, {1: tile.start_k}),
-            value=_add(sums.value, d_value, {1: tile.start_k}),
-            bias=None if sums.bias is None else _add(sums.bias, d.bias, {3: tile.start_q, 4: tile.start_k}),
-            scale=None if sums.scale is None else sums.scale + d.scale,
+        d_p = drop(problem, product(problem, "bhgqv,bhkv->bhgqk", d_out, v), tile)
+        d_scores, d_bias = pull((p * (d_p - delta_rows)).astype(x.dtype))
+        d_v = product(problem, "bhvgq,bhgqk->bhvk", d_out_t, drop(problem, p, tile))
+        d_k = product(problem, "bhdgq,bhgqk->bhdk", q_t, d_scores)
+        return d_q + product(problem, "bhgqk,bhkd->bhgqd", d_scores, k), sums._replace(
+            key=_add(sums.key, d_k, {3: tile.start_k}),
+            value=_add(sums.value, d_v, {3: tile.start_k}),
+            bias=None if sums.bias is None else _add(sums.bias, d_bias, {3: tile.start_q, 4: tile.start_k}),
         )
 
     def query_block(i: Array, sums: _Gradients) -> _Gradients:
-        return lax.fori_loop(0, plan.number(i), functools.partial(key_block, i), sums)
+        d_q = start((*query.shape[:3], blocks.size_q, query.shape[4]), 0, wide)
+        d_q, sums = lax.fori_loop(0, plan.number(i), functools.partial(key_block, i), (d_q, sums))
+        return sums._replace(query=lax.dynamic_update_slice_in_dim(sums.query, d_q, i * blocks.size_q, 3))
 
-    zero = lambda x: _start(problem, x.shape, 0, wide)  # noqa: E731
     sums = _Gradients(
-        query=zero(problem.query),
-        key=zero(problem.key),
-        value=zero(problem.value),
-        bias=None if problem.bias is None else zero(problem.grouped(problem.bias)),
-        scale=None if problem.traced_scale is None else zero(problem.traced_scale),
+        query=start(query.shape, 0, wide),
+        key=start((*key.shape[:2], key.shape[3], key.shape[2]), 0, wide),
+        value=start((*value.shape[:2], value.shape[3], value.shape[2]), 0, wide),
+        bias=None if problem.bias is None else start(problem.grouped(problem.bias).shape, 0, wide),
     )
     sums = lax.fori_loop(0, problem.q_len // blocks.size_q, query_block, sums)
     return (_cotangents(problem, sums, lse, delta),)
-
-
-def _differentiable(problem: AttentionProblem, tile: Tile) -> Factors:
-    """The factors of a tile in the accumulation dtype, so that no gradient is rounded before it is summed."""
-    return jax.tree.map(lambda x: x.astype(problem.accumulation_dtype) if isinstance(x, Array) else x, factors(problem, tile))
 
 
 def _add(total: Array, part: Array, starts: dict[int, int | Array]) -> Array:
@@ -217,13 +215,16 @@ def _cotangents(problem: AttentionProblem, sums: _Gradients, lse: Array, delta: 
     if sinks is not None:
         share = jnp.exp(sinks.reshape(problem.kv_heads, -1, 1).astype(lse.dtype) - lse)  # [B, Hkv, G, T]
         sinks = -(share * delta).sum((0, 3)).reshape(-1).astype(sinks.dtype)
+    d_query = flat_rows(problem, sums.query)
+    if scale is not None:
+        d_query, scale = d_query * scale, (d_query * problem.query).sum().astype(scale.dtype)
     return AttentionProblem(
-        query=sums.query.astype(problem.dtype),
-        key=sums.key.astype(problem.dtype),
-        value=sums.value.astype(problem.dtype),
+        query=(d_query * problem.scale).astype(problem.dtype),
+        key=jnp.moveaxis(sums.key, 3, 1).astype(problem.dtype),
+        value=jnp.moveaxis(sums.value, 3, 1).astype(problem.dtype),
         bias=None if bias is None or sums.bias is None else sums.bias.reshape(bias.shape).astype(bias.dtype),
         sinks=sinks,
-        traced_scale=None if scale is None or sums.scale is None else sums.scale.astype(scale.dtype),
+        traced_scale=scale,
         **problem.static_fields,
     )
 

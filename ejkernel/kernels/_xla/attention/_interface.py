@@ -9,14 +9,19 @@ import jax
 from jaxtyping import Array, Float
 
 from ejkernel.kernels._attention import AttentionConfig, AttentionImplementation, AttentionProblem
-from ejkernel.kernels._registry import kernel_registry
+from ejkernel.kernels._registry import Backend, current_backend, kernel_registry
 from ejkernel.kernels._xla.attention._blockwise import blockwise_output
 from ejkernel.kernels._xla.attention._direct import direct_output, direct_weights
 
 # Below this many scores a direct call is as fast, and it can be differentiated forward too.
 DIRECT_SCORES = 1 << 20
-# As many scores as a tile should have: enough work per step, yet a few megabytes that stay near the cores.
-TILE_SCORES = 1 << 21
+# How many scores a tile should have: enough work for a step, in few enough megabytes to stay near the cores. Measured on
+# CPU; XLA before jax 0.11 keeps small products on one core, so its tiles are larger. Accelerators pay more for each step.
+TILE_SCORES = {
+    Backend.CPU: 1 << (20 if jax.__version_info__ >= (0, 11) else 21),
+    Backend.GPU: 1 << 25,
+    Backend.TPU: 1 << 22,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +74,10 @@ direct_weights_program = jax.jit(direct_weights)
 
 def _block(problem: AttentionProblem) -> int:
     """A power of two from 128 to 1024: as large as TILE_SCORES allows, and no larger than a window needs."""
-    size = 1024
+    most, rows = TILE_SCORES[current_backend()], problem.batch * problem.heads
     window = None if problem.left is None or problem.right is None else problem.left + problem.right
-    while size > 128 and (problem.batch * problem.heads * size * size > TILE_SCORES or (window is not None and size > window)):
+    size = 1024
+    while size > 128 and (rows * size * size > most or (window is not None and size > window)):
         size //= 2
     return size
 

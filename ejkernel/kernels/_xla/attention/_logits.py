@@ -1,9 +1,10 @@
 """Logits of a tile: queries `[start_q, start_q + q)` against keys `[start_k, start_k + k)`.
 
-    logits = soft_cap * tanh(scale * q . k / soft_cap) + bias, -inf where masked            # [B, Hkv, G, q, k]
+    scores = scale * q . k                                                                  # [B, Hkv, G, q, k]
+    logits = soft_cap * tanh(scores / soft_cap) + bias, -inf where masked
 
-The direct schedule is one tile that covers everything; the blockwise one walks over tiles. Heads are `[Hkv, G]` throughout
-(G query heads share a key head), so keys and values are never repeated.
+The direct schedule is one tile that covers everything; the blockwise one walks over tiles. Heads come first and are
+`[Hkv, G]` throughout: G query heads share a key head, and keys and values are never repeated.
 """
 
 from __future__ import annotations
@@ -30,15 +31,6 @@ class Tile(NamedTuple):
     size_q: int
     size_k: int
     kv_end: int
-
-
-class Factors(NamedTuple):
-    """What the logits of a tile are differentiable in."""
-
-    query: Float[Array, "B q Hkv G D"]
-    key: Float[Array, "B k Hkv D"]
-    bias: Float[Array, "b h g q k"] | None
-    scale: Float[Array, ""] | float
 
 
 def whole(problem: AttentionProblem) -> Tile:
@@ -69,34 +61,43 @@ def cut_plane(problem: AttentionProblem, plane: Array, tile: Tile) -> Array:
     return cut(cut(problem.grouped(plane), 3, tile.start_q, tile.size_q), 4, tile.start_k, tile.size_k)
 
 
-def cut_query(problem: AttentionProblem, x: Array, tile: Tile) -> Array:
-    """Queries or their like `[B, T, H, D]` as `[B, q, Hkv, G, D]` on a tile."""
-    x = cut(x, 1, tile.start_q, tile.size_q)
-    return x.reshape(*x.shape[:2], problem.kv_heads, -1, x.shape[3])
+def grouped_rows(problem: AttentionProblem, x: Float[Array, "B T H D"]) -> Float[Array, "B Hkv G T D"]:
+    """Queries, outputs or their gradients, heads first."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], problem.kv_heads, -1, x.shape[3]), 1, 3)
 
 
-def factors(problem: AttentionProblem, tile: Tile) -> Factors:
-    """The inputs of the logits on a tile."""
-    return Factors(
-        query=cut_query(problem, problem.query, tile),
-        key=cut(problem.key, 1, tile.start_k, tile.size_k),
-        bias=None if problem.bias is None else cut_plane(problem, problem.bias, tile),
-        scale=problem.scale if problem.traced_scale is None else problem.traced_scale,
-    )
+def flat_rows(problem: AttentionProblem, x: Float[Array, "B Hkv G T D"]) -> Float[Array, "B T H D"]:
+    """The way back."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], problem.heads, x.shape[4])
 
 
-def logits(problem: AttentionProblem, x: Factors, keep: Bool[Array, "b h g q k"] | None) -> Float[Array, "B Hkv G q k"]:
-    """The formula above, in the softmax's dtype."""
+def scaled_query(problem: AttentionProblem) -> Float[Array, "B Hkv G T D"]:
+    """The queries times the scale, heads first, in the accumulation dtype."""
+    scale = problem.scale if problem.traced_scale is None else problem.traced_scale
     wide = problem.accumulation_dtype
-    query = jnp.moveaxis(x.query.astype(wide) * jnp.asarray(x.scale, wide), 1, 3)  # [B, Hkv, G, q, D]
-    scores = product(problem, "bhgqd,bkhd->bhgqk", query, x.key)
+    return grouped_rows(problem, problem.query).astype(wide) * jnp.asarray(scale, wide)
+
+
+def finish(
+    problem: AttentionProblem,
+    scores: Float[Array, "B Hkv G q k"],
+    bias: Float[Array, "b h g q k"] | None,
+    keep: Bool[Array, "b h g q k"] | None,
+) -> Float[Array, "B Hkv G q k"]:
+    """Logits from scores, in the softmax's dtype."""
     if problem.soft_cap is not None:
         scores = problem.soft_cap * jnp.tanh(scores / problem.soft_cap)
-    if x.bias is not None:
-        scores = scores + x.bias.astype(wide)
+    if bias is not None:
+        scores = scores + bias.astype(scores.dtype)
     if keep is not None:
         scores = jnp.where(keep, scores, -jnp.inf)
     return scores.astype(problem.softmax_dtype)
+
+
+def cut_bias(problem: AttentionProblem, tile: Tile) -> Float[Array, "b h g q k"] | None:
+    """The bias on a tile."""
+    return None if problem.bias is None else cut_plane(problem, problem.bias, tile)
 
 
 def keep_mask(problem: AttentionProblem, tile: Tile) -> Bool[Array, "b h g q k"] | None:
