@@ -1,0 +1,1 @@
+"""What users call: the operations, their configurations and the executor they share."""

@@ -1,0 +1,1 @@
+"""Where configurations come from: overlays, memory, disk, shipped defaults, tuning, heuristics."""

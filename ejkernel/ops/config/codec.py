@@ -1,0 +1,102 @@
+"""Configurations as JSON fields, and back with every field checked against its class."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+
+def to_fields(config: Any) -> dict[str, Any]:
+    """The fields of a configuration as JSON values. TypeError for anything but a dataclass of plain values."""
+    if isinstance(config, Mapping):
+        return {name: _to_json(value, name) for name, value in config.items()}
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        raise TypeError(f"a configuration must be a dataclass instance; got {config!r}.")
+    return {field.name: _to_json(getattr(config, field.name), field.name) for field in dataclasses.fields(config)}
+
+
+def _to_json(value: Any, name: str) -> Any:
+    if isinstance(value, enum.Enum):
+        return _to_json(value.value, name)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_to_json(item, name) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_fields(value)
+    raise TypeError(f"field {name!r} of a configuration must be a number, string, enum or tuple of these; got {value!r}.")
+
+
+def from_fields(cls: type, fields: Any) -> Any:
+    """The configuration of class `cls` with these fields.
+
+    Raises:
+        ValueError: a field is unknown, missing or of the wrong type, or the class itself refuses the values.
+    """
+    if isinstance(fields, cls):
+        return fields
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"expected the fields of {cls.__name__}, found {type(fields).__name__}")
+    hints = _hints(cls)
+    unknown, missing = sorted(map(str, fields.keys() - hints.keys())), sorted(hints.keys() - fields.keys())
+    if unknown or missing:
+        what = [f"unknown field {name!r}" for name in unknown] + [f"missing field {name!r}" for name in missing]
+        raise ValueError(f"{cls.__name__} has {', '.join(what)}")
+    values = {name: _from_json(hints[name], value, f"{cls.__name__}.{name}") for name, value in fields.items()}
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as refusal:
+        raise ValueError(f"{cls.__name__} refuses its fields: {refusal}") from None
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(cls):
+        raise ValueError(f"{cls.__name__} is not a dataclass")
+    try:
+        hints = typing.get_type_hints(cls)
+    except (NameError, TypeError, AttributeError):
+        hints = {}  # annotations that only a type checker can look up: the fields' names are still checked
+    return {field.name: hints.get(field.name, Any) for field in dataclasses.fields(cls) if field.init}
+
+
+def _from_json(hint: Any, value: Any, where: str) -> Any:
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _from_union(inside, value, where)
+    if hint is Any:
+        return tuple(_from_json(Any, item, where) for item in value) if isinstance(value, list) else value
+    if origin is typing.Literal and any(value == item and type(value) is type(item) for item in inside):
+        return value
+    if origin is tuple and isinstance(value, (list, tuple)):
+        kinds = [inside[0]] * len(value) if len(inside) == 2 and inside[1] is ... else list(inside)
+        if len(kinds) == len(value):
+            return tuple(_from_json(kind, item, where) for kind, item in zip(kinds, value, strict=True))
+    elif isinstance(hint, type):
+        if issubclass(hint, enum.Enum) and value in {member.value for member in hint}:
+            return hint(value)
+        if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+            return from_fields(hint, value)
+        if hint is float and type(value) is int:
+            return float(value)
+        if type(value) is hint or (hint is type(None) and value is None):
+            return value
+    raise ValueError(f"{where} must be {_name(hint)}, found {value!r}")
+
+
+def _from_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
+    for option in options:
+        try:
+            return _from_json(option, value, where)
+        except ValueError:
+            continue  # another member of the union may fit
+    raise ValueError(f"{where} must be one of {', '.join(map(_name, options))}, found {value!r}")
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint)

@@ -1,0 +1,190 @@
+"""`PersistentCache`: measured configurations on disk, one file per entry.
+
+An entry is `<folder>/<op_id>/<sha256 of the key>.json`, readable JSON with the key, the configuration's fields and the
+record of its measurement. It is written to a temporary file beside it and renamed, so readers see an old entry or a new
+one and never half of one; and because each key has its own file, processes that write at the same time lose nothing.
+Whatever is wrong with a file or the folder is a miss and one warning, never an error of the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ejkernel.ops.config.codec import from_fields, to_fields
+from ejkernel.ops.notices import warn_once
+
+VARIABLE = "EJKERNEL_CACHE_DIR"
+FORMAT = 1
+_LARGEST = 1 << 20  # bytes; a real entry has a few thousand
+_STALE = 3600.0  # seconds after which a temporary file has no living writer
+_LEGAL_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def cache_folder() -> Path:
+    """The folder of all caches: `EJKERNEL_CACHE_DIR`, else the platform's user cache folder. It may not exist yet."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen:
+        return Path(chosen)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("ejkernel", appauthor=False))
+
+
+class PersistentCache:
+    """Configurations of one operation by key, on disk, shared by all processes that use the folder.
+
+    >>> import tempfile
+    >>> cache = PersistentCache("scale", path=tempfile.mkdtemp())
+    >>> cache.put("a key", {"block": 64}, record={"seconds": 1e-3})
+    >>> cache.get("a key"), cache.get("another")
+    ({'block': 64}, None)
+    """
+
+    def __init__(self, op_id: str, path: str | os.PathLike[str] | None = None, config_cls: type | None = None):
+        """Nothing is created before the first `put`.
+
+        Args:
+            op_id: the operation; its entries have their own folder.
+            path: the folder; None: `EJKERNEL_CACHE_DIR`, else the platform's user cache folder.
+            config_cls: the dataclass that entries are read as; None gives their fields as a dict.
+        """
+        if not _LEGAL_ID.fullmatch(op_id):
+            raise ValueError(f"op_id must be letters, digits, '_', '.' and '-', not starting with '.' or '-'; got {op_id!r}.")
+        self.op_id, self.config_cls = op_id, config_cls
+        self._path = None if path is None else Path(path)
+        self._swept = False
+
+    @property
+    def folder(self) -> Path:
+        """Where this operation's entries are."""
+        return (cache_folder() if self._path is None else self._path) / self.op_id
+
+    def sibling(self, op_id: str, config_cls: type | None) -> PersistentCache:
+        """The cache of another operation in the same place."""
+        return PersistentCache(op_id, self._path, config_cls)
+
+    def file(self, key: str) -> Path:
+        """The file that holds the entry under this key, if there is one."""
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json"
+
+    def get(self, key: str) -> Any | None:
+        """The configuration under this key; None where there is none or it cannot be used."""
+        entry = self.entry(key)
+        return None if entry is None else entry[0]
+
+    def record(self, key: str) -> Mapping[str, Any]:
+        """What was recorded with the configuration under this key; empty when there is none."""
+        entry = self.entry(key)
+        return {} if entry is None else entry[1]
+
+    def entry(self, key: str) -> tuple[Any, dict[str, Any]] | None:
+        """`(configuration, record)` under this key, or None."""
+        found = self._read(self.file(key))
+        if found is not None and found[0] != key:
+            self._distrust(self.file(key), "it belongs to another key")
+            return None
+        return None if found is None else found[1:]
+
+    def put(self, key: str, config: Any, record: Mapping[str, Any] | None = None) -> None:
+        """Stores a configuration, replacing what was there. A folder that cannot be written to is one warning."""
+        content = {"format": FORMAT, "key": key, "config": to_fields(config), "record": dict(record or {})}
+        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            write_atomically(self.file(key), text)
+        except OSError as problem:
+            warn_once(
+                ("write", str(self.folder)),
+                f"tuned configurations are not stored: {self.folder} cannot be written to ({problem}). "
+                f"Set {VARIABLE} to a folder that can.",
+            )
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Every readable entry as `(key, configuration)`."""
+        for key, config, _ in self.entries():
+            yield key, config
+
+    def entries(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+        """Every readable entry as `(key, configuration, record)`."""
+        for file in self._files("*.json"):
+            found = self._read(file)
+            if found is not None:
+                yield found
+
+    def clear(self) -> None:
+        """Removes this operation's entries. OSError where the folder does not allow it."""
+        for pattern in ("*.json", "*.tmp"):
+            for file in self._files(pattern):
+                file.unlink(missing_ok=True)
+
+    def _files(self, pattern: str) -> list[Path]:
+        try:
+            return sorted(self.folder.glob(pattern))
+        except OSError as problem:
+            self._distrust(self.folder, str(problem))
+            return []
+
+    def _read(self, file: Path) -> tuple[str, Any, dict[str, Any]] | None:
+        try:
+            if not file.is_file():  # also keeps from opening a pipe, which would wait for ever
+                if file.exists():
+                    self._distrust(file, "it is not a regular file")
+                return None
+            with open(file, encoding="utf-8") as stream:
+                text = stream.read(_LARGEST + 1)
+            return self._parse(text)
+        except FileNotFoundError:
+            return None  # removed between the question and the opening
+        except (OSError, ValueError, RecursionError) as problem:
+            self._distrust(file, str(problem))
+            return None
+
+    def _parse(self, text: str) -> tuple[str, Any, dict[str, Any]]:
+        """`(key, configuration, record)` of a file's text; ValueError for whatever is wrong with it."""
+        if len(text) > _LARGEST:
+            raise ValueError("it is larger than any entry")
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"it is not an entry of format {FORMAT}")
+        key, config, record = content.get("key"), content.get("config"), content.get("record")
+        if not isinstance(key, str) or not isinstance(config, dict) or not isinstance(record, dict):
+            raise ValueError("its key, config or record is missing or of the wrong type")
+        return key, config if self.config_cls is None else from_fields(self.config_cls, config), record
+
+    def _distrust(self, file: Path, reason: str) -> None:
+        warn_once(("read", str(file)), f"ignored the stored configuration {file}: {reason}. The next tuning replaces it.")
+
+    def _sweep(self) -> None:
+        """Removes what killed writers left behind, once per cache."""
+        if self._swept:
+            return
+        self._swept = True
+        for file in self.folder.glob("*.tmp"):
+            with contextlib.suppress(FileNotFoundError):  # another process sweeps too
+                if time.time() - file.stat().st_mtime > _STALE:
+                    file.unlink()
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Replaces a file's content so that a reader sees the old one or the new one. OSError leaves the old one."""
+    handle, temporary = tempfile.mkstemp(prefix=f"{file.stem[:12]}.", suffix=".tmp", dir=file.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())  # or a crash could leave the new name on empty content
+        os.replace(temporary, file)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the failure that led here is the one to report
+            os.unlink(temporary)
+        raise

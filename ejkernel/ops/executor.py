@@ -1,0 +1,129 @@
+"""`Executor`: picks a configuration for a call and runs it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as inside_jit
+
+from ejkernel.ops import collecting
+from ejkernel.ops.config.overlay import active
+from ejkernel.ops.config.policy import VARIABLE
+from ejkernel.ops.config.selection import Choice, ConfigSelectorChain
+from ejkernel.ops.invocation import Invocation, inner, split
+from ejkernel.ops.kernel import Cfg, Kernel, Out
+from ejkernel.ops.key import thread_settings
+from ejkernel.ops.plan import Plan
+
+_LIMIT = 4096
+
+
+class Executor:
+    """Runs kernels with the configurations that a chain chooses.
+
+    In a trace the kernel's own operations are all that is added to the program. An eager call runs one compiled function,
+    found again by the shapes, dtypes and static values of its arguments.
+
+    Example:
+        >>> executor = Executor(ConfigSelectorChain(persistent=PersistentCache))    # doctest: +SKIP
+        >>> y = executor(MyKernel(), x)                                             # doctest: +SKIP
+    """
+
+    def __init__(self, chooser: ConfigSelectorChain):
+        """Args: chooser: what picks the configurations."""
+        self.chooser = chooser
+        self._plans: dict[Any, Plan] = {}
+        self._eager: dict[Any, Plan] = {}
+
+    def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, _cfg: Cfg | None = None, **kwargs: Any) -> Out:
+        """Runs `kernel` on the arguments.
+
+        Args:
+            *args, **kwargs: pytrees; their arrays are data, all other leaves are static and must be hashable.
+            _cfg: an explicit configuration; it wins over everything and is used as given.
+        """
+        leaves, treedef = tree_util.tree_flatten((args, kwargs))
+        if collecting.current() is not None:
+            return self._listed(kernel, args, kwargs, _cfg)
+        known = _signature(leaves)
+        if known is None:
+            return self._traced(kernel, args, kwargs, _cfg)
+        arrays, signature = known
+        name = (kernel, treedef, signature, _cfg, *self._surroundings())
+        try:
+            plan = self._eager.get(name)
+        except TypeError as problem:
+            raise TypeError(f"{kernel.op_id}: every static argument, and cfg, must be hashable ({problem}).") from None
+        if plan is None:
+            plan = self._plan(kernel, args, kwargs, self.choose(kernel, *args, _cfg=_cfg, **kwargs))
+            _remember(self._eager, name, plan)
+        return plan.inline(*arrays) if inside_jit() else plan.compiled(*arrays)
+
+    def choose(self, kernel: Kernel[Cfg, Out], *args: Any, _cfg: Cfg | None = None, **kwargs: Any) -> Choice:
+        """The configuration that a call would run with, and which level chose it, without running it."""
+        return self.chooser.choose(Invocation.of(kernel, *args, **kwargs), _cfg)
+
+    def _traced(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
+        plan = self._plan(kernel, args, kwargs, self.choose(kernel, *args, _cfg=cfg, **kwargs))
+        arrays, _ = split(args, kwargs)
+        # An eager jax.grad or jax.vmap comes here too, and deserves the compiled function.
+        eager = not inside_jit() and all(_concrete_underneath(array) for array in arrays)
+        return plan.compiled(*arrays) if eager else plan.inline(*arrays)
+
+    def _listed(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
+        """Adds the call to the list being made, and runs it with any configuration, since only shapes matter."""
+        calls, inv = collecting.current(), Invocation.of(kernel, *args, **kwargs)
+        if cfg is None:
+            assert calls is not None
+            calls.add(self.chooser, inv)
+        arrays, layout = split(args, kwargs)
+        return Plan(kernel, kernel.heuristic_cfg(inv) if cfg is None else cfg, layout).inline(*arrays)
+
+    def _plan(self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice) -> Plan:
+        _, layout = split(args, kwargs)
+        try:
+            plan = self._plans.get((kernel, choice.config, layout))
+        except TypeError as problem:
+            raise TypeError(f"{kernel.op_id}: every static argument, and cfg, must be hashable ({problem}).") from None
+        if plan is None:
+            plan = Plan(kernel, choice.config, layout)
+            _remember(self._plans, (kernel, choice.config, layout), plan)
+        return plan
+
+    def _surroundings(self) -> tuple[Any, ...]:
+        """What else the choice depends on."""
+        return self.chooser.generation, active(), os.environ.get(VARIABLE), *thread_settings()
+
+
+def _signature(leaves: list[Any]) -> tuple[list[Any], tuple[Any, ...]] | None:
+    """The arrays among the leaves and what is known of all leaves; None when one of them is traced."""
+    arrays: list[Any] = []
+    signature: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            if isinstance(leaf, jax.core.Tracer):
+                return None
+            arrays.append(leaf)
+            signature += (leaf.aval, leaf.sharding)
+        elif isinstance(leaf, (np.ndarray, np.generic)):
+            arrays.append(leaf)
+            signature += (leaf.shape, leaf.dtype)
+        else:
+            signature += (type(leaf), leaf)
+    return arrays, tuple(signature)
+
+
+def _concrete_underneath(array: Any) -> bool:
+    while isinstance(array, jax.core.Tracer):
+        array = inner(array)
+    return array is not None
+
+
+def _remember(store: dict[Any, Plan], name: Any, plan: Plan) -> None:
+    if len(store) >= _LIMIT:  # static values that never repeat must not fill the memory
+        store.clear()
+    store[name] = plan

@@ -1,0 +1,225 @@
+"""`Invocation`: one call of a kernel, seen as abstract shapes and static values, and the key made from them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+import jax
+import numpy as np
+from jax import tree_util
+
+from ejkernel.ops.kernel import Cfg, Kernel, Out
+from ejkernel.ops.key import bucket, default_device, environment, settings, stable_text, structure_text
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is data; everything else is a static value."""
+    return isinstance(leaf, _ARRAYS)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the arrays of a call are among its arguments.
+
+    Attributes:
+        treedef: the structure of `(args, kwargs)`.
+        static: the leaves in order, as `(type, value)`; None where an array is.
+    """
+
+    treedef: Any
+    static: tuple[tuple[type, Any] | None, ...]
+
+    def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`(args, kwargs)` with these arrays in place."""
+        rest = iter(arrays)
+        leaves = [next(rest) if entry is None else entry[1] for entry in self.static]
+        return tree_util.tree_unflatten(self.treedef, leaves)
+
+
+def split(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Layout]:
+    """The arrays of a call and where they were."""
+    leaves, treedef = tree_util.tree_flatten((args, dict(kwargs)))
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    return arrays, Layout(treedef, tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves))
+
+
+@dataclass(frozen=True)
+class MappedAxis:
+    """One `jax.vmap` around a call: how many elements, and at which axis of each array; None where it is shared."""
+
+    size: int
+    axes: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Invocation(Generic[Cfg, Out]):
+    """One call of a kernel: what decides which configuration it runs with.
+
+    Attributes:
+        kernel: the operation.
+        args, kwargs: the arguments as given, `jax.ShapeDtypeStruct` in place of every array.
+        device: where the call runs.
+        mapped: the `jax.vmap`s that are visible around the call, innermost first; the arrays above are one element's.
+    """
+
+    kernel: Kernel[Cfg, Out]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    device: jax.Device = field(repr=False)
+    mapped: tuple[MappedAxis, ...] = ()
+
+    @classmethod
+    def of(cls, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Invocation[Cfg, Out]:
+        """The invocation of `kernel` with these arguments: concrete, traced or abstract arrays and static values."""
+        kernel.check_identity()
+        arrays, layout = split(args, kwargs)
+        abstract = layout.rebuild([_abstract(array) for array in arrays])
+        return cls(kernel, abstract[0], abstract[1], _device_of(arrays), _mapped_axes(arrays))
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by the name of `run`'s parameters, defaults included."""
+        return bind(self.kernel, self.args, self.kwargs)
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, str]:
+        """Every array argument as text, such as `{"problem.query": "float32[2,~512,4,64]"}`; `~` marks a bucketed length."""
+        found: dict[str, str] = {}
+        position = {id(array): number for number, array in enumerate(split(self.args, self.kwargs)[0])}
+        for path, leaf in tree_util.tree_flatten_with_path(self.arguments)[0]:
+            if is_array(leaf):
+                name = tree_util.keystr(path, simple=True, separator=".")
+                found[name] = self._shape_text(name, leaf, position.get(id(leaf)))
+        return found
+
+    @functools.cached_property
+    def static(self) -> dict[str, str]:
+        """Every static leaf of the arguments as text."""
+        leaves = tree_util.tree_flatten_with_path(self.arguments)[0]
+        return {
+            tree_util.keystr(path, simple=True, separator="."): stable_text(leaf, tree_util.keystr(path))
+            for path, leaf in leaves
+            if not is_array(leaf)
+        }
+
+    @functools.cached_property
+    def call(self) -> str:
+        """The part of the key that does not depend on device and versions."""
+        return json.dumps(self._call(), sort_keys=True, separators=(",", ":"))
+
+    @functools.cached_property
+    def key(self) -> str:
+        """What a tuned configuration is stored under: readable JSON, the same in every process."""
+        surroundings = {**environment(self.device), **self.kernel.library_versions()}
+        return json.dumps({**self._call(), "environment": surroundings}, sort_keys=True, separators=(",", ":"))
+
+    def _call(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {
+            "op": self.kernel.op_id,
+            "version": self.kernel.version,
+            "arrays": self.shapes,
+            "static": self.static,
+            "structure": structure_text(tree_util.tree_structure(self.arguments), f"an argument of {self.kernel.op_id!r}"),
+        }
+        own = {name: value for name, value in vars(self.kernel).items() if name not in ("op_id", "version")}
+        extra = {"kernel": stable_text(own, f"an attribute of {self.kernel!r}") if own else "", "settings": settings()}
+        return {**parts, **{name: value for name, value in extra.items() if value}}
+
+    def _shape_text(self, name: str, leaf: Any, position: int | None) -> str:
+        shape = tuple(leaf.shape)
+        lengths = {axis % len(shape) for axis in self.kernel.length_axes(name, shape)} if shape else set()
+        sizes = (f"~{bucket(size)}" if axis in lengths else str(size) for axis, size in enumerate(shape))
+        text = f"{leaf.dtype}[{','.join(sizes)}]"
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None:
+            text += f" sharded {stable_text(sharding.spec, name)} over {dict(sharding.mesh.shape)}"
+        if position is None:  # an array that is a default value of `run`
+            return text
+        axes = ((level, mapped.size, mapped.axes[position]) for level, mapped in enumerate(self.mapped))
+        return text + "".join(f" vmap{level} {size}@{axis}" for level, size, axis in axes if axis is not None)
+
+
+def bind(kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by parameter name. TypeError when they do not fit `run`."""
+    signature = _signature(type(kernel).run)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as problem:
+        raise TypeError(f"{kernel.op_id}: {problem}; it takes {signature}.") from None
+    bound.apply_defaults()
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            named.update({str(position): item for position, item in enumerate(value)})
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        else:
+            named[name] = value
+    return named
+
+
+@functools.cache
+def _signature(run: Callable[..., Any]) -> inspect.Signature:
+    """The parameters of `run` without `self` and `cfg`."""
+    whole = inspect.signature(run)
+    rest = list(whole.parameters.values())[1:]
+    return whole.replace(parameters=[p for p in rest if p.name != "cfg"], return_annotation=inspect.Signature.empty)
+
+
+def _abstract(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=_visible_sharding(array))
+
+
+def _visible_sharding(array: Any) -> Any:
+    """The named sharding of an array over more than one device; None where it is trivial or not visible."""
+    tracer = isinstance(array, jax.core.Tracer)
+    sharding = getattr(array.aval if tracer else array, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or all(part is None for part in sharding.spec):
+        return None
+    return sharding
+
+
+def _device_of(arrays: Sequence[Any]) -> jax.Device:
+    for array in arrays:
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+            devices: list[Any] = list(array.sharding.addressable_devices)
+            return min(devices, key=lambda device: device.id)
+    return default_device()
+
+
+def _mapped_axes(arrays: Sequence[Any]) -> tuple[MappedAxis, ...]:
+    """The vmaps around a call, innermost first.
+
+    Tracers are looked through the way `jax.vmap` and `jax.grad` nest them; under `jit` nothing further is visible.
+    """
+    levels: dict[int, dict[int, tuple[int, int]]] = {}
+    for position, array in sorted(enumerate(arrays), key=lambda item: -_depth(item[1])):
+        while isinstance(array, jax.core.Tracer):
+            axis = getattr(array, "batch_dim", None)
+            if isinstance(axis, int):
+                levels.setdefault(id(array._trace), {})[position] = (array.val.shape[axis], axis)
+            array = inner(array)
+    mapped = []
+    for level in levels.values():
+        size = next(iter(level.values()))[0]
+        mapped.append(MappedAxis(size, tuple(level[i][1] if i in level else None for i in range(len(arrays)))))
+    return tuple(mapped)
+
+
+def _depth(array: Any) -> int:
+    return 1 + _depth(inner(array)) if isinstance(array, jax.core.Tracer) else 0
+
+
+def inner(tracer: Any) -> Any:
+    """What a tracer of `jax.vmap`, `jax.jvp` or `jax.grad` wraps; None for any other tracer."""
+    if hasattr(tracer, "batch_dim"):
+        return tracer.val
+    return getattr(tracer, "primal", None)

@@ -1,0 +1,158 @@
+"""`Kernel`: one operation, the configurations it can run with, and how to run it with one of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args, get_origin
+
+import jax
+
+if TYPE_CHECKING:
+    from ejkernel.ops.invocation import Invocation
+
+Cfg = TypeVar("Cfg")
+Out = TypeVar("Out")
+
+_LEGAL_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class Kernel(Generic[Cfg, Out]):
+    """An operation that runs with a configuration, chosen by an `Executor`.
+
+    A subclass says its `op_id`, how to run (`run`, or `get_impl` when one function per configuration says it all), and which
+    configuration to take when nothing was measured (`heuristic_cfg`). `candidate_cfgs` lists the alternatives that tuning
+    may choose from. Configurations are frozen dataclasses whose fields are numbers, strings, enums or tuples of these.
+
+    Attributes of an instance count as static arguments: two kernels of one class with equal attributes are the same kernel.
+
+    Attributes:
+        op_id: the operation's name; part of every key and of the cache's folder.
+        version: raise it when the meaning or speed of a configuration changes; stored results of other versions are not found.
+    """
+
+    op_id: str = ""
+    version: int = 1
+    _config_cls: ClassVar[type | None] = None
+
+    def __init__(self, op_id: str | None = None):
+        """Args: op_id: the operation's name, for kernels that do not set it on the class."""
+        if op_id is not None:
+            self.op_id = op_id
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for base in cls.__dict__.get("__orig_bases__", ()):
+            origin = get_origin(base)
+            if isinstance(origin, type) and issubclass(origin, Kernel) and isinstance(get_args(base)[0], type):
+                cls._config_cls = get_args(base)[0]
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), tuple(sorted(vars(self).items())))) if vars(self) else hash(type(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in sorted(vars(self).items()))})"
+
+    # How to run
+
+    def get_impl(self, cfg: Cfg) -> Callable[..., Out]:
+        """The function that computes the operation with this configuration."""
+        raise NotImplementedError(f"{type(self).__name__} must define get_impl(cfg) or run(*args, cfg, **kwargs).")
+
+    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
+        """Computes the operation on arrays, concrete or traced, with this configuration."""
+        return self.get_impl(cfg)(*args, **kwargs)
+
+    def fwd_with_residuals(self, *args: Any, cfg: Cfg, **kwargs: Any) -> tuple[Out, Any]:
+        """`(result, residuals)`, for a kernel that defines its own gradient together with `vjp`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no fwd_with_residuals.")
+
+    def vjp(self, residuals: Any, y: Out, dy: Any, *args: Any, cfg: Cfg, **kwargs: Any) -> tuple[Any, ...]:
+        """One gradient per positional argument, of its structure; None where there is none.
+
+        Args:
+            residuals: what `fwd_with_residuals` gave beside the result.
+            y: the result.
+            dy: the gradient with respect to the result.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no vjp.")
+
+    # Which configuration
+
+    def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        """The configuration to take when nothing was measured: legal for every call, and good for most."""
+        raise NotImplementedError(f"{type(self).__name__} must define heuristic_cfg(inv).")
+
+    def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
+        """The configurations worth measuring for this call. The heuristic's is measured in any case."""
+        return (self.heuristic_cfg(inv),)
+
+    def check_cfg(self, inv: Invocation[Cfg, Out], cfg: Cfg) -> str | None:
+        """The reason why this call cannot run with `cfg`; None when it can. Asked of everything stored, before use."""
+        return None
+
+    def default_policy(self, backend: str) -> str:
+        """`"autotune"` or `"heuristics"`: what a miss does when neither policy nor environment says.
+
+        Tuning pays on accelerators; on a CPU compiling the candidates costs more than it saves.
+        """
+        return "autotune" if backend in ("gpu", "tpu") else "heuristics"
+
+    # What distinguishes one call from another
+
+    def length_axes(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The axes of an array that count tokens or the like. Calls that differ only within a bucket share a key.
+
+        Args:
+            name: where the array is, as `"argument"` or `"argument.field"`, argument being a parameter of `run`.
+            shape: its shape.
+        """
+        return ()
+
+    def library_versions(self) -> Mapping[str, str]:
+        """Libraries beyond JAX whose version a measurement depends on, such as `{"triton": "3.9.0"}`."""
+        return {}
+
+    # How to measure
+
+    def random_inputs(self, inv: Invocation[Cfg, Out], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`(args, kwargs)` to measure a call with: normal floats, zero integers, False booleans, static values as they are.
+
+        Override it where such values are senseless for the operation (sorted offsets, gates that must not be positive).
+        """
+        from ejkernel.ops.inputs import random_arguments
+
+        return random_arguments(inv, key)
+
+    def differentiable(self, inv: Invocation[Cfg, Out]) -> bool:
+        """Whether tuning should also measure and compare gradients, where the policy asks for it."""
+        return True
+
+    def tolerance(self, dtype: Any) -> float:
+        """How far two configurations' results may be apart, relative to the result's size, and both be right."""
+        from ejkernel.ops.compare import default_tolerance
+
+        return default_tolerance(dtype)
+
+    @property
+    def has_own_gradient(self) -> bool:
+        """Whether the class defines `fwd_with_residuals` and `vjp`."""
+        forward = type(self).fwd_with_residuals is not Kernel.fwd_with_residuals
+        backward = type(self).vjp is not Kernel.vjp
+        if forward != backward:
+            there, missing = ("fwd_with_residuals", "vjp") if forward else ("vjp", "fwd_with_residuals")
+            raise TypeError(f"{type(self).__name__} defines {there} but not {missing}; its own gradient needs both.")
+        return forward
+
+    def check_identity(self) -> None:
+        """ValueError unless `op_id` can name a folder and `version` is an integer."""
+        if not isinstance(self.op_id, str) or not _LEGAL_ID.fullmatch(self.op_id):
+            raise ValueError(
+                f"{type(self).__name__}.op_id must be letters, digits, '_', '.' and '-', not starting with '.' or '-'; "
+                f"got {self.op_id!r}."
+            )
+        if not isinstance(self.version, int):
+            raise ValueError(f"{type(self).__name__}.version must be an integer; got {self.version!r}.")

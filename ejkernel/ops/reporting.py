@@ -1,0 +1,97 @@
+"""`report`: what this process chose, for which calls, why."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ejkernel.ops.invocation import Invocation
+
+_LIMIT = 10_000
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One choice of this process.
+
+    Attributes:
+        op_id: the operation.
+        arguments: its arrays and static values as text, by name.
+        level: which level of the chain answered.
+        config: the configuration.
+        record: where it was measured: `seconds` of the winner and the heuristic, `candidates` with times or reasons.
+        key: the call's key.
+    """
+
+    op_id: str
+    arguments: Mapping[str, str]
+    level: str
+    config: Any
+    record: Mapping[str, Any] = field(repr=False)
+    key: str = field(repr=False)
+
+
+class Report(tuple[Chosen, ...]):
+    """Choices in the order they were first made; as text, a table with the losers below each measured one."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no operation has been called in this process"
+        return "\n".join(line for chosen in self for line in _lines(chosen))
+
+
+def _lines(chosen: Chosen) -> list[str]:
+    seconds = chosen.record.get("seconds")
+    time = "" if seconds is None else f"  {_duration(seconds)}"
+    lines = [f"{chosen.op_id}  {chosen.level}  {chosen.config}{time}"]
+    lines += [f"    {name}: {text}" for name, text in chosen.arguments.items()]
+    for candidate in chosen.record.get("candidates", ()):
+        fields = ", ".join(f"{name}={value}" for name, value in candidate["config"].items())
+        outcome = candidate.get("reason") or _duration(candidate["seconds"])
+        lines.append(f"      {fields}: {outcome}")
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} us"
+
+
+_choices: dict[tuple[str, str, str], Chosen] = {}
+_lock = threading.Lock()
+
+
+def describe(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> Chosen:
+    """A choice as the report shows it."""
+    return Chosen(inv.kernel.op_id, {**inv.shapes, **inv.static}, level, config, record, inv.key)
+
+
+def note(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> None:
+    """Adds a choice to the report, once per key, level and configuration.
+
+    Memory mostly repeats what disk or tuning said before, so it is listed only where neither did.
+    """
+    chosen = describe(inv, level, config, record)
+    before = ("disk", "autotune") if level == "memory" else ()
+    with _lock:
+        if any((chosen.key, other, repr(config)) in _choices for other in (level, *before)):
+            return
+        _choices[chosen.key, level, repr(config)] = chosen
+        if len(_choices) > _LIMIT:  # a program that never repeats a shape must not grow for ever
+            del _choices[next(iter(_choices))]
+
+
+def report() -> Report:
+    """Every choice of this process: operation, shapes, the level that answered, configuration, times, losers with reasons.
+
+    Calls that repeat a choice already listed are not listed again. Print it for a table.
+    """
+    with _lock:
+        return Report(_choices.values())
+
+
+def clear_report() -> None:
+    """Forgets the choices listed so far."""
+    with _lock:
+        _choices.clear()

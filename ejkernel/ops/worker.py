@@ -1,0 +1,94 @@
+"""A thread that runs one task after another and is given up when a task takes too long.
+
+JAX's trace state belongs to a thread. A new thread has none, so what is computed there cannot touch the program that the
+calling thread may be tracing. And a compilation that hangs cannot be stopped from inside the process, nor can a candidate
+be sent to another process in general (kernels may hold closures; a second process may not get the device), so the thread
+that hangs is left behind and a new one goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from ejkernel.ops.config import overlay
+from ejkernel.ops.key import thread_settings
+
+Result = TypeVar("Result")
+_here = threading.local()
+
+
+class OvertimeError(Exception):
+    """A task did not end in its time; its thread was left behind."""
+
+
+class _Task:
+    def __init__(self, function: Callable[[], Any]):
+        self.function, self.done = function, threading.Event()
+        self.result: Any = None
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.result = self.function()
+        except BaseException as failure:  # handed to the thread that waits
+            self.failure = failure
+        finally:
+            self.done.set()
+
+
+class Worker:
+    """Runs tasks in a thread with a clean trace state and the caller's settings (x64, precision, overlays)."""
+
+    def __init__(self, device: jax.Device):
+        """Args: device: where the tasks compute."""
+        self._device = device
+        self._overlays = overlay.active()
+        self._x64, self._precision, _ = thread_settings()
+        self._tasks: queue.SimpleQueue[_Task | None] | None = None
+
+    def call(self, function: Callable[[], Result], seconds: float) -> Result:
+        """The function's result, or its exception. OvertimeError when it takes longer than `seconds`."""
+        if self._tasks is None:
+            self._tasks = queue.SimpleQueue()
+            threading.Thread(target=self._serve, args=(self._tasks,), name="ejkernel-tuner", daemon=True).start()
+        task = _Task(function)
+        self._tasks.put(task)
+        try:
+            ended = task.done.wait(max(0.0, seconds))
+        except BaseException:  # an interrupt while waiting
+            self.close()
+            raise
+        if not ended:
+            self.close()
+            raise OvertimeError(f"it took longer than {seconds:.3g} s")
+        if task.failure is not None:
+            raise task.failure
+        return task.result
+
+    def close(self) -> None:
+        """Lets the thread end after its present task; a later call starts a new one."""
+        if self._tasks is not None:
+            self._tasks.put(None)
+            self._tasks = None
+
+    def _serve(self, tasks: queue.SimpleQueue[_Task | None]) -> None:
+        _here.tuning = True
+        with contextlib.ExitStack() as settings:
+            settings.enter_context(jax.enable_x64(self._x64))
+            settings.enter_context(jax.default_matmul_precision(self._precision))
+            settings.enter_context(jax.default_device(self._device))
+            settings.enter_context(jax.disable_jit(False))
+            settings.enter_context(overlay.carry(self._overlays))
+            while (task := tasks.get()) is not None:
+                task.run()
+
+
+def inside_worker() -> bool:
+    """Whether this thread measures candidates, so that operations called by them are not tuned in turn."""
+    return getattr(_here, "tuning", False)

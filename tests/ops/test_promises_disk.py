@@ -1,0 +1,189 @@
+"""Promises 1 to 3: what is on disk never breaks a call, is never half written, and is never lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.ops import (
+    AutotunePolicy,
+    ConfigSelectorChain,
+    ConfigWarning,
+    Executor,
+    Invocation,
+    Level,
+    PersistentCache,
+    Tuner,
+)
+from tests.ops.toy import Problem, Toy, ToyConfig
+
+HEURISTICS = AutotunePolicy(cache_miss_fallback="heuristics")
+
+
+def chain(path) -> ConfigSelectorChain:
+    return ConfigSelectorChain(policy=HEURISTICS, tuner=Tuner(0, 3), persistent=PersistentCache("toy", path))
+
+
+def call() -> Invocation:
+    return Invocation.of(Toy(), Problem(jnp.ones((2, 3, 4))))
+
+
+def entry(**changes) -> str:
+    content = {"format": 1, "key": call().key, "config": {"block": 8, "kind": "plain"}, "record": {}, **changes}
+    return json.dumps(content)
+
+
+DAMAGE = {
+    "empty": "",
+    "truncated": entry()[:-20],
+    "not JSON": "block = 8",
+    "not text": b"\xff\xfe\x00\x80",
+    "a list": "[1, 2]",
+    "a number": "3",
+    "nested for ever": "[" * 100_000,
+    "huge": " " * (1 << 21),
+    "another format": entry(format=99),
+    "another key": entry(key="other"),
+    "no key": entry(key=None),
+    "no config": entry(config=None),
+    "no record": entry(record=[]),
+    "unknown field": entry(config={"block": 8, "kind": "plain", "warps": 4}),
+    "missing field": entry(config={"block": 8}),
+    "wrong type": entry(config={"block": "8", "kind": "plain"}),
+    "a bool for an int": entry(config={"block": True, "kind": "plain"}),
+    "NaN": entry(config={"block": float("nan"), "kind": "plain"}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda name: name.replace(" ", "_"))
+def test_promise_1_damaged_file_is_a_miss_with_one_warning_and_the_next_write_heals(damage, tmp_path):
+    inv, stored = call(), PersistentCache("toy", tmp_path, ToyConfig)
+    stored.folder.mkdir()
+    content = DAMAGE[damage]
+    stored.file(inv.key).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.warns(ConfigWarning, match="ignored the stored configuration") as given:
+        found = [(stored.get(inv.key), chain(tmp_path).choose(inv).level, dict(stored.items())) for _ in range(3)]
+    assert len(given) == 1
+    assert [(config, level) for config, level, _ in found] == [(None, Level.HEURISTICS)] * 3
+    assert all(inv.key not in items for _, _, items in found)
+    stored.put(inv.key, ToyConfig(8))
+    assert chain(tmp_path).choose(inv).config == ToyConfig(8)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "dangling link"])
+def test_promise_1_a_thing_that_is_no_file_is_a_miss(kind, tmp_path):
+    inv, stored = call(), PersistentCache("toy", tmp_path, ToyConfig)
+    stored.folder.mkdir()
+    file = stored.file(inv.key)
+    {"folder": file.mkdir, "pipe": lambda: os.mkfifo(file), "dangling link": lambda: file.symlink_to("nowhere")}[kind]()
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        assert stored.get(inv.key) is None
+        assert stored.get(inv.key) is None
+    assert len(given) == (0 if kind == "dangling link" else 1)
+
+
+def unwritable(kind: str, tmp_path: Path) -> Path:
+    if kind == "a file in its place":
+        (tmp_path / "file").write_text("")
+        return tmp_path / "file"
+    if kind == "a file system that takes nothing":
+        return Path("/proc/ejkernel")
+    folder = tmp_path / "read-only"
+    folder.mkdir(mode=0o500)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["a file in its place", "a file system that takes nothing", "permissions"])
+def test_promise_1_unwritable_folder_is_one_warning(kind, tmp_path):
+    if kind == "permissions" and os.geteuid() == 0:
+        pytest.skip("the super-user writes anywhere")
+    executor = Executor(
+        ConfigSelectorChain(
+            policy=AutotunePolicy(cache_miss_fallback="autotune"),
+            tuner=Tuner(0, 1),
+            persistent=PersistentCache("toy", unwritable(kind, tmp_path)),
+        )
+    )
+    inputs = [jnp.ones((2, time, 4)) for time in (3, 30, 300)]  # three buckets, three tunings, three writes
+    with pytest.warns(ConfigWarning, match="cannot be written to") as given:
+        results = [executor(Toy(), Problem(x)) for x in inputs]
+    assert len(given) == 1
+    assert all(jnp.array_equal(result, 2 * x) for result, x in zip(results, inputs, strict=True))
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_promise_1_full_disk_is_one_warning_and_leaves_nothing(step, tmp_path, monkeypatch):
+    inv, stored = call(), PersistentCache("toy", tmp_path, ToyConfig)
+    stored.put(inv.key, ToyConfig(8))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, step, full)
+        with pytest.warns(ConfigWarning, match="No space left") as given:
+            [stored.put(key, ToyConfig(32)) for key in (inv.key, "another key")]
+    assert len(given) == 1
+    assert [file.suffix for file in stored.folder.iterdir()] == [".json"]
+    assert stored.get(inv.key) == ToyConfig(8)
+    stored.put(inv.key, ToyConfig(32))
+    assert stored.get(inv.key) == ToyConfig(32)
+
+
+def test_promise_1_nothing_is_created_before_the_first_result(tmp_path):
+    executor = Executor(chain(tmp_path / "cache"))
+    executor(Toy(), Problem(jnp.ones((2, 3, 4))))
+    assert not (tmp_path / "cache").exists()
+
+
+def script(mode: str, folder: Path, **limits) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "tests.ops.writers", mode, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_promise_1_a_write_that_the_system_cuts_short_is_one_warning(tmp_path):
+    assert script("limited", tmp_path) == "1 warning, 1 entry, 0 temporary files"
+
+
+def test_promise_2_killed_writers_never_leave_a_half_written_entry(tmp_path):
+    killed, seen = script("killed", tmp_path).split()
+    assert int(killed) >= 190
+    assert int(seen) > 0
+    stored = PersistentCache("toy", tmp_path, ToyConfig)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(stored.items())) == len(list(stored.folder.glob("*.json"))) > 0
+
+
+def test_promise_2_what_killed_writers_left_is_removed_when_it_is_old(tmp_path):
+    stored = PersistentCache("toy", tmp_path, ToyConfig)
+    stored.folder.mkdir()
+    old, new = stored.folder / "old.tmp", stored.folder / "new.tmp"
+    for file in (old, new):
+        file.write_text("{")
+    os.utime(old, (0, 0))
+    stored.put("key", ToyConfig())
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_promise_3_sixteen_processes_lose_none_of_their_entries(tmp_path):
+    script("many", tmp_path)
+    stored = PersistentCache("toy", tmp_path, ToyConfig)
+    found = dict(stored.items())
+    assert len(found) == 16 * 200 + 1
+    assert found["process 7 key 42"] == ToyConfig(42, "7")
+    assert found["shared"].block == 199
+    assert not list(stored.folder.glob("*.tmp"))

@@ -1,0 +1,164 @@
+"""Promises 9, 10 and 12: overlays reach jitted callers, processes agree, and one call lists what was picked."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ejkernel.ops
+from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Executor, Invocation, Kernel, Tuner, overlay, report
+from tests.ops.racers import Race, Racer
+from tests.ops.toy import Problem, Toy, ToyConfig, problem
+
+
+class Shown(Kernel[ToyConfig, jax.Array]):
+    """y = the block it ran with, so that tests see the configuration in the result."""
+
+    op_id = "shown"
+
+    def run(self, x: jax.Array, *, cfg: ToyConfig) -> jax.Array:
+        return x * 0 + cfg.block
+
+    def heuristic_cfg(self, inv: Invocation) -> ToyConfig:
+        return ToyConfig(16)
+
+
+EXECUTOR = Executor(ConfigSelectorChain())
+
+
+def block(x: jax.Array) -> jax.Array:
+    return EXECUTOR(Shown(), x)
+
+
+def in_scan(x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda carry, _: (carry, block(x)), 0, None, length=1)[1][0]
+
+
+CALLERS = {
+    "eager": block,
+    "jit": jax.jit(block),
+    "jit in jit": jax.jit(lambda x: jax.jit(block)(x)),
+    "scan": jax.jit(in_scan),
+    "grad": lambda x: jax.value_and_grad(block)(x)[0],
+    "vmap": lambda x: jax.vmap(block)(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_promise_9_an_overlay_makes_jitted_callers_retrace_and_is_undone_on_exit(caller):
+    run, x = CALLERS[caller], jnp.float32(0)
+    assert run(x) == 16
+    with overlay(shown=ToyConfig(8)):
+        assert run(x) == 8
+        with overlay({"shown": ToyConfig(4)}):
+            assert run(x) == 4
+        assert run(x) == 8
+    assert run(x) == 16
+
+
+def test_promise_9_an_overlay_ends_with_an_exception():
+    with pytest.raises(RuntimeError, match="stop"), overlay(shown=ToyConfig(8)):
+        raise RuntimeError("stop")
+    assert CALLERS["jit"](jnp.float32(0)) == 16
+
+
+def test_promise_9_an_overlay_is_local_to_its_thread():
+    seen = []
+    with overlay(shown=ToyConfig(8)):
+        thread = threading.Thread(target=lambda: seen.append(float(CALLERS["jit"](jnp.float32(0)))))
+        thread.start()
+        thread.join()
+    assert seen == [16.0]
+
+
+def test_promise_9_an_overlay_that_cannot_run_the_call_says_so():
+    with overlay(toy=ToyConfig(128)), pytest.raises(ValueError, match="block 128 is larger than 64"):
+        EXECUTOR(Toy(), problem())
+    with overlay(toy=Racer()), pytest.raises(ValueError, match="it is a Racer, not a ToyConfig"):
+        EXECUTOR(Toy(), problem())
+    with pytest.raises(TypeError, match="must be hashable"), overlay(toy={"block": 3}):
+        pass
+
+
+def in_two_processes(scenario: str, tmp_path) -> list[dict]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path]), "JAX_PLATFORMS": "cpu"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.ops.processes", scenario, str(port), str(number), str(tmp_path / str(number))],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        ended = [process.communicate(timeout=90) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, ended, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(output.strip().splitlines()[-1]) for output, _ in ended]
+
+
+def test_promise_10_process_0_decides_and_the_others_follow(tmp_path):
+    first, second = in_two_processes("agree", tmp_path)
+    assert first["preferred"] != second["preferred"]  # each alone would choose what is fastest for itself
+    assert first["chosen"] == second["chosen"] == first["preferred"]
+    assert (first["level"], second["level"]) == ("autotune", "autotune")
+    assert second["tunings"] == 0
+    assert first["jitted"] == second["jitted"] == first["preferred"]
+    assert first["stored"] == 1  # process 0 writes, and only process 0
+    assert second["stored"] == 0
+    assert first["ahead"] == second["ahead"]
+    assert first["heuristics"] == second["heuristics"] == "heuristics"
+
+
+def test_promise_10_a_failure_on_one_process_does_not_hang_the_rest(tmp_path):
+    first, second = in_two_processes("fail", tmp_path)
+    assert first["failed tuning"] == second["failed tuning"] == ["heuristics", 300]
+    assert "process 0 did not say within" in second["absent"]["warning"]
+    assert second["absent"]["level"] == "heuristics"
+    assert second["absent"]["seconds"] < 10
+    assert first["error"].startswith("NoConfigError: no tuned configuration")
+    assert second["error"].startswith("NoConfigError: process 0 could not choose")
+
+
+def test_promise_12_one_call_lists_what_was_picked_by_which_level_with_times_losers_and_reasons():
+    chain = ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner(1, 3))
+    executor = Executor(chain)
+    kernel = Race(Racer(50), Racer(1, "wrong"), Racer(1, "raises"))
+    for _ in range(3):
+        executor(kernel, jnp.ones(64))
+    executor(Toy(), problem(), platform="xla", _cfg=ToyConfig(8))
+    tuned, explicit = report()
+    assert (tuned.op_id, tuned.level, tuned.config) == ("race", "autotune", Racer(50))
+    assert tuned.arguments == {"x": "float32[64]"}
+    assert 0 < tuned.record["seconds"] < tuned.record["heuristic_seconds"]
+    assert [candidate.get("reason", "")[:6] for candidate in tuned.record["candidates"]] == ["", "", "its re", "failed"]
+    assert (explicit.op_id, explicit.level, explicit.config) == ("toy", "explicit", ToyConfig(8))
+    assert explicit.arguments["platform"] == "'xla'"
+    text = str(report())
+    for part in ("race  autotune  Racer(work=50, fault='none')", "x: float32[64]", "its result is wrong", "cannot be built"):
+        assert part in text
+    assert ejkernel.ops.report is report
+
+
+def test_promise_12_the_report_does_not_grow_for_ever(monkeypatch):
+    monkeypatch.setattr("ejkernel.ops.reporting._LIMIT", 5)
+    for width in range(1, 20):
+        EXECUTOR.choose(Toy(), Problem(jax.ShapeDtypeStruct((1, 1, width), jnp.float32)))
+    assert len(report()) == 5
+    assert report()[-1].arguments["problem.x"] == "float32[1,~1,19]"
