@@ -1,8 +1,8 @@
-"""Implementations in plain JAX: they run everywhere XLA does.
+"""The xla platform: plain JAX, for every device that XLA compiles for."""
 
-The functions carry the names of the packages they live in, so they are imported here, in place of the packages.
-"""
+from ejkernel.kernels._xla.attention import attention
+from ejkernel.kernels._xla.lightning_attn import lightning_attn
+from ejkernel.kernels._xla.recurrent import recurrent
+from ejkernel.kernels._xla.recurrent_gla import recurrent_gla
 
-from ejkernel.kernels._xla.attention._interface import attention
-
-__all__ = ["attention"]
+__all__ = ["attention", "lightning_attn", "recurrent", "recurrent_gla"]

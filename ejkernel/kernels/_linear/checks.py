@@ -1,0 +1,202 @@
+"""Argument checks of the linear operations. Each error names the argument, what is legal and what came."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """The sizes that every other argument must match."""
+
+    B: int
+    T: int
+    H: int
+    Hkv: int
+    K: int
+    V: int
+    N: int
+
+    @classmethod
+    def of(cls, q: jax.Array, k: jax.Array, v: jax.Array, sequences: int) -> Dims:
+        return cls(*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], sequences)
+
+    @property
+    def heads(self) -> str:
+        return str(self.H) if self.H == self.Hkv else f"{self.H}|{self.Hkv}"
+
+
+def float_array(name: str, x: Any) -> jax.Array:
+    if x is None:
+        raise TypeError(f"{name} must be an array; got None.")
+    try:
+        array = jnp.asarray(x)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an array of {', '.join(FLOATS)}; got {type(x).__name__}.") from error
+    if array.dtype.name not in FLOATS:
+        raise TypeError(f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}; got {array.dtype.name}.")
+    return array
+
+
+def rank4(name: str, x: jax.Array, rank3: str | None) -> jax.Array:
+    """Rank 4 as it is; `[tokens, H, D]` of packed calls as `[1, tokens, H, D]`."""
+    if rank3 is not None:
+        if x.ndim != 3:
+            raise ValueError(f"{name} must be {rank3} like query, which is packed by cu_seqlens; got {list(x.shape)}.")
+        return x[None]
+    if x.ndim != 4:
+        hint = " (rank 3 needs cu_seqlens)" if x.ndim == 3 else ""
+        raise ValueError(f"{name} must be [batch, time, heads, channels]{hint}; got {list(x.shape)}.")
+    return x
+
+
+def query_key_value(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    (B, T, H, K), Hkv = q.shape, k.shape[2]
+    if k.shape != (B, T, Hkv, K):
+        raise ValueError(f"key must be [{B}, {T}, kv heads, {K}] (batch, time, heads, key channels) to match query; got {list(k.shape)}.")
+    if v.shape[:3] != (B, T, Hkv):
+        raise ValueError(
+            f"value must be [{B}, {T}, {Hkv}, value channels] (batch, time, heads, channels) to match query and key; got {list(v.shape)}."
+        )
+    if min(H, Hkv, K, v.shape[3]) < 1:
+        raise ValueError(f"heads and channels must be at least 1; got query {list(q.shape)}, key {list(k.shape)}, value {list(v.shape)}.")
+    if H % Hkv:
+        raise ValueError(f"key must have a number of heads that divides query's {H}; got {Hkv}.")
+
+
+def sequences(cu: Any, q: jax.Array) -> int:
+    """N: the batch, or what cu_seqlens packs (its own checks are in `cu_seqlens`)."""
+    if cu is None:
+        return q.shape[0]
+    shape = jnp.shape(cu)
+    if len(shape) != 1 or shape[0] < 2:
+        raise ValueError(f"cu_seqlens must be [sequences + 1] with at least one sequence; got {list(shape)}.")
+    return shape[0] - 1
+
+
+def cu_seqlens(cu: Any, q: jax.Array) -> jax.Array | None:
+    """int32 offsets. Traced ones are taken at their word; concrete ones are checked for start, order and end."""
+    if cu is None:
+        return None
+    array = jnp.asarray(cu)
+    if array.dtype.name not in ("int32", "int64"):
+        raise TypeError(f"cu_seqlens must be int32 or int64; got {array.dtype.name}.")
+    if q.shape[0] != 1:
+        raise ValueError(f"query must have a batch of 1 when cu_seqlens packs the sequences; got {list(q.shape)}.")
+    if not isinstance(array, jax.core.Tracer):
+        offsets, tokens = np.asarray(array), q.shape[1]
+        if offsets[0] != 0:
+            raise ValueError(f"cu_seqlens must start at 0; got {offsets[0]} first.")
+        if (falls := np.flatnonzero(np.diff(offsets) < 0)).size:
+            at = int(falls[0])
+            raise ValueError(f"cu_seqlens must not decrease; got {offsets[at]} before {offsets[at + 1]} at index {at + 1}.")
+        if offsets[-1] != tokens:
+            raise ValueError(f"cu_seqlens must end at the number of tokens, {tokens}; got {offsets[-1]} last.")
+    return array.astype(jnp.int32)
+
+
+def gates(dims: Dims, g: Any, gk: Any, packed_rank3: bool) -> tuple[jax.Array | None, jax.Array | None]:
+    """(g of rank 3 or None, gk or None): a `g` per key channel decays rows just as `gk` does, so the two are added."""
+    gk = channel_gate(dims, "gk", gk, packed_rank3)
+    if g is None:
+        return None, gk
+    scalar_rank = 2 if packed_rank3 else 3
+    g = float_array("g", g)
+    if g.ndim == scalar_rank:
+        return _checked_gate(dims, "g", g[None] if packed_rank3 else g, None, f"or [..., {dims.K}] per key channel "), gk
+    if g.ndim != scalar_rank + 1:
+        raise ValueError(
+            f"g must be [{dims.B}, {dims.T}, {dims.heads}] (batch, time, heads) or [{dims.B}, {dims.T}, {dims.heads}, {dims.K}] "
+            f"(... key channels){_packed_hint(packed_rank3)}; got {list(g.shape)}."
+        )
+    rows = channel_gate(dims, "g", g, packed_rank3)
+    return None, rows if gk is None else _add_gates(dims, rows, gk)
+
+
+def channel_gate(dims: Dims, name: str, gate: Any, packed_rank3: bool) -> jax.Array | None:
+    """A gate with one decay for each key channel (g, gk) or value channel (gv)."""
+    if gate is None:
+        return None
+    gate = float_array(name, gate)
+    if packed_rank3:
+        if gate.ndim != 3:
+            raise ValueError(f"{name} must be of rank 3{_packed_hint(True)}; got {list(gate.shape)}.")
+        gate = gate[None]
+    return _checked_gate(dims, name, gate, "value" if name == "gv" else "key", "")
+
+
+def _checked_gate(dims: Dims, name: str, gate: jax.Array, channels: str | None, alternative: str) -> jax.Array:
+    """`channels`: "key" or "value" for a gate per channel, None for a gate per head."""
+    size = {"key": (dims.K,), "value": (dims.V,), None: ()}[channels]
+    legal = [(dims.B, dims.T, heads, *size) for heads in (dims.H, dims.Hkv)]
+    if gate.shape not in legal:
+        names = "batch, time, heads" + (f", {channels} channels" if channels else "")
+        sizes = ", ".join(map(str, (dims.B, dims.T, dims.heads, *size)))
+        raise ValueError(f"{name} must be [{sizes}] ({names}) {alternative}to match query; got {list(gate.shape)}.")
+    return gate
+
+
+def _packed_hint(packed_rank3: bool) -> str:
+    return ", without the batch since query is packed in rank 3" if packed_rank3 else ""
+
+
+def _add_gates(dims: Dims, a: jax.Array, b: jax.Array) -> jax.Array:
+    if a.shape[2] != b.shape[2]:  # one has a gate for each query head, the other for each kv head
+        a, b = (x if x.shape[2] == dims.H else jnp.repeat(x, dims.H // dims.Hkv, axis=2) for x in (a, b))
+    wide = jnp.promote_types(jnp.float32, jnp.promote_types(a.dtype, b.dtype))
+    return a.astype(wide) + b.astype(wide)
+
+
+def gamma(dims: Dims, g_gamma: Any) -> jax.Array | None:
+    """`[H]`, `[1, H]` or `[N, H]` as `[N, H]`."""
+    if g_gamma is None:
+        return None
+    array = float_array("g_gamma", g_gamma)
+    if array.shape not in ((dims.H,), (1, dims.H), (dims.N, dims.H)):
+        raise ValueError(
+            f"g_gamma must be [{dims.H}] (heads), [1, {dims.H}] or [{dims.N}, {dims.H}] (sequences, heads); got {list(array.shape)}."
+        )
+    return jnp.broadcast_to(array, (dims.N, dims.H))
+
+
+def initial_state(dims: Dims, state: Any, dtype: np.dtype) -> jax.Array | None:
+    if state is None:
+        return None
+    array = float_array("initial_state", state)
+    if dims.N == 1 and array.shape == (dims.H, dims.K, dims.V):
+        array = array[None]
+    if array.shape != (dims.N, dims.H, dims.K, dims.V):
+        raise ValueError(
+            f"initial_state must be [{dims.N}, {dims.H}, {dims.K}, {dims.V}] (sequences, heads, key channels, value channels); "
+            f"got {list(array.shape)}."
+        )
+    return array.astype(dtype)
+
+
+def scale(softmax_scale: Any, key_channels: int) -> tuple[float, jax.Array | None]:
+    """(number, None), or (1.0, the array) for a scale that is traced or lives on a device."""
+    if softmax_scale is None:
+        return key_channels**-0.5, None
+    if isinstance(softmax_scale, jax.Array):
+        if softmax_scale.shape != () or not jnp.issubdtype(softmax_scale.dtype, jnp.floating):
+            raise ValueError(
+                f"softmax_scale must be a float or a float scalar array; got {softmax_scale.dtype.name}{list(softmax_scale.shape)}."
+            )
+        return 1.0, softmax_scale
+    try:
+        return float(softmax_scale), None
+    except (TypeError, ValueError):
+        raise TypeError(f"softmax_scale must be a float, a scalar array or None; got {softmax_scale!r}.") from None
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, known when the function is traced; got {value!r}.")
+    return bool(value)

@@ -1,0 +1,45 @@
+"""How a linear operation runs: data that the executor picks and a platform reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+from ejkernel.kernels._registry import as_backend, as_platform
+
+Schedule = Literal["chunked", "recurrent"]
+MAX_BLOCK_Q = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearConfig:
+    """Configuration of one linear-attention call.
+
+    Args:
+        schedule: `"chunked"` computes blocks of tokens by matrix products; `"recurrent"` goes step by step.
+        block_q: tokens per chunk, a power of two. Also the distance between the states that the gradient keeps, in both
+            schedules: the backward pass is always chunked.
+        platform: the platform to run on; `"auto"` takes the best one that supports the call.
+        backend: the kind of device, `"any"` for the one JAX computes on.
+
+    Example:
+        >>> LinearConfig(schedule="chunked", block_q=32)
+        LinearConfig(schedule='chunked', block_q=32, platform='auto', backend='any')
+    """
+
+    schedule: Schedule = "chunked"
+    block_q: int = 64
+    platform: str = "auto"
+    backend: str = "any"
+
+    def __post_init__(self) -> None:
+        if self.schedule not in get_args(Schedule):
+            raise ValueError(f"schedule must be 'chunked' or 'recurrent'; got {self.schedule!r}.")
+        power_of_two = isinstance(self.block_q, int) and self.block_q > 0 and self.block_q & (self.block_q - 1) == 0
+        if not power_of_two or self.block_q > MAX_BLOCK_Q:
+            raise ValueError(
+                f"block_q must be a power of two from 1 to {MAX_BLOCK_Q}, since a chunk is halved down to single tokens; "
+                f"got {self.block_q!r}."
+            )
+        as_platform(self.platform)
+        as_backend(self.backend)

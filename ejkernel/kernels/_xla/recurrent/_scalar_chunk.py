@@ -1,0 +1,90 @@
+"""One chunk whose decay is one number per row (g of rank 3, g_gamma) or absent: forward and backward.
+
+    S' = w_C S + (k * suf)^T v                          w_C: product of the chunk's decays
+    o  = ((q k^T) * D) v + pre * (q S)                  D[t, s]: product of the decays after s up to t; 0 for s > t
+
+D [C, C] comes from the same dyadic tree as the gates per channel, but it is one matrix for the head, so the tree costs
+C^2 log C elementwise steps and all products are over whole chunks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels._xla.recurrent._products import Array, Matmul, levels
+
+
+class Decay(NamedTuple):
+    """What a chunk needs of its scalar decays; all but `matrix` are None without a gate."""
+
+    matrix: Array | np.ndarray  # [..., C, C]: lower triangular, ones on the diagonal
+    pre: Array | None = None  # [..., C, 1]
+    suf: Array | None = None  # [..., C, 1]
+
+    def total(self) -> Array | float:
+        return 1.0 if self.pre is None else self.pre[..., -1:, :]  # [..., 1, 1]
+
+
+class ScalarGrads(NamedTuple):
+    """Gradients of one chunk; `dw` is with respect to the logarithm of the decays."""
+
+    dq: Array  # [..., C, K]
+    dk: Array  # [..., C, K]
+    dv: Array  # [..., C, V]
+    dw: Array | None  # [..., C]
+
+
+def decay_of(w: Array | None, rows: int) -> Decay:
+    """Everything from the decays `[..., C]` themselves; w=None is no gate."""
+    if w is None:
+        return Decay(np.tril(np.ones((rows, rows), np.float32)))
+    t, s = np.arange(rows)[:, None], np.arange(rows)[None, :]
+    D = jnp.asarray(np.eye(rows), w.dtype)
+    for level in levels(w[..., None], rows):
+        if level.h == rows:
+            break
+        meet = (t // level.h % 2 == 1) & (s // level.h == t // level.h - 1)
+        D = jnp.where(meet, level.pre * jnp.swapaxes(level.suf, -1, -2), D)
+    return Decay(D, level.pre, level.suf)
+
+
+def _scaled(x: Array, factor: Array | None) -> Array:
+    return x if factor is None else x * factor
+
+
+def forward(mm: Matmul, S: Array, q: Array, k: Array, v: Array, w: Array | None) -> tuple[Array, Array]:
+    """(next state `[..., K, V]`, output `[..., C, V]`); w: decays `[..., C]` or None."""
+    decay = decay_of(w, q.shape[-2])
+    scores = mm.nt(q, k) * decay.matrix  # [..., C, C]
+    output = mm.nn(scores, v) + _scaled(mm.nn(q, S), decay.pre)
+    return S * decay.total() + mm.tn(_scaled(k, decay.suf), v), output
+
+
+def backward(
+    mm: Matmul, S: Array, dS: Array, q: Array, k: Array, v: Array, w: Array | None, do: Array
+) -> tuple[Array, ScalarGrads]:
+    """(adjoint of the state before the chunk, gradients of its rows) from the adjoints of the state after it and the output."""
+    rows = q.shape[-2]
+    decay = decay_of(w, rows)
+    raw_scores = mm.nt(q, k)  # [..., C, C]
+    A = raw_scores * decay.matrix
+    dA = mm.nt(do, v) * decay.matrix
+    dx, dy = mm.nt(do, S), mm.nt(v, dS)  # [..., C, K] adjoints of q pre and k suf, before their factors
+    dq = mm.nn(dA, k) + _scaled(dx, decay.pre)
+    dk = mm.tn(dA, q) + _scaled(dy, decay.suf)
+    dv = mm.tn(A, do) + _scaled(mm.nn(k, dS), decay.suf)
+    dw = None
+    if w is not None:
+        # The decay of row r is a factor of every D[t, s] with s < r <= t, of pre[t] with t >= r and of suf[s] with s < r.
+        from_scores = raw_scores * dA  # [..., C, C]
+        upto = np.tril(np.ones((rows, rows), np.float32))  # upto[t, r]: r <= t
+        after = np.tril(np.ones((rows, rows), np.float32), -1)  # after[r, s]: s < r
+        from_pre = jnp.sum(dx * q, -1, keepdims=True) * decay.pre  # [..., C, 1]
+        from_suf = jnp.sum(dy * k, -1, keepdims=True) * decay.suf
+        through = jnp.sum(S * dS, (-1, -2))[..., None] * decay.pre[..., -1, :]  # [..., 1]
+        spans = mm.exact("tr,...ts->...rs", upto, from_scores) * after  # sums over t >= r, kept where s < r
+        dw = jnp.sum(spans, -1) + mm.exact("tr,...ti->...r", upto, from_pre) + mm.exact("rs,...si->...r", after, from_suf) + through
+    return dS * decay.total() + mm.tn(_scaled(q, decay.pre), do), ScalarGrads(dq, dk, dv, dw)

@@ -1,0 +1,126 @@
+"""Where the chunks of a call lie in time, and how their rows are read from and written to `[B, T, H, D]` arrays.
+
+A slot is one chunk of C rows of one sequence. Slots are visited in the order of the recurrence; a slot that its sequence
+does not fill reads rows of its neighbours and masks them to steps that change nothing (q = k = v = 0, log decay 0), and
+writes its own rows only. Slices and writes happen inside the loop over slots, so no array is copied into chunk form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Array = jax.Array
+
+
+class Slot(NamedTuple):
+    """One chunk. Rows are in the order of the recurrence: from the last token backwards when it is reversed."""
+
+    start: Array  # first token that is read
+    mine: Array | None  # [C] which rows belong to the slot; None: all
+    sequence: Array | None  # packed: the sequence it belongs to
+    first: Array | None  # packed: whether the sequence begins here
+    last: Array | None  # packed: whether it ends here
+    span: tuple[Array, Array]  # tokens [from, to) of the slot
+
+
+def take(x: Array, start: Array, count: int, axis: int = 1) -> Array:
+    """`count` entries of an axis from a start that is never negative (saying so spares XLA a wrap-around per slice)."""
+    starts, sizes = [0] * x.ndim, list(x.shape)
+    starts[axis], sizes[axis] = start, count
+    return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
+
+
+def put(x: Array, update: Array, start: Array, axis: int = 1) -> Array:
+    """`x` with `update` written from `start` on along an axis."""
+    starts: list[Array | int] = [0] * x.ndim
+    starts[axis] = start
+    return lax.dynamic_update_slice(x, update, starts, allow_negative_indices=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The slots of a call: `count` of them are used, `capacity` bounds the count when it is traced."""
+
+    rows: int  # C
+    length: int  # T: the tokens there are
+    tokens: int  # the tokens the arrays have: at least C
+    reverse: bool
+    capacity: int
+    count: Array | int
+    ragged: bool  # whether some slot may not be full
+    table: tuple[Array, Array, Array, Array, Array] | None  # packed, each [capacity]: from, to, sequence, first, last
+
+    @classmethod
+    def dense(cls, rows: int, tokens: int, reverse: bool) -> Slots:
+        """One sequence in each row of the batch."""
+        count = -(-tokens // rows)
+        return cls(rows, tokens, max(tokens, rows), reverse, count, count, tokens % rows != 0, None)
+
+    @classmethod
+    def packed(cls, rows: int, tokens: int, reverse: bool, cu_seqlens: Array) -> Slots:
+        """Sequences end to end in one row: sequence n has ceil(length / C) slots, at most T // C + N in all."""
+        sequences = cu_seqlens.shape[0] - 1
+        capacity = tokens // rows + sequences
+        slots_of = -(-jnp.diff(cu_seqlens) // rows)  # [N]
+        ends = jnp.cumsum(slots_of)  # [N]
+        index = jnp.arange(capacity, dtype=jnp.int32)
+        sequence = jnp.minimum(jnp.searchsorted(ends, index, side="right"), sequences - 1).astype(jnp.int32)
+        place = index - (ends - slots_of)[sequence]  # which of its sequence's slots this is
+        lower, upper = cu_seqlens[sequence], cu_seqlens[sequence + 1]
+        if reverse:
+            high = upper - place * rows
+            low = jnp.maximum(high - rows, lower)
+        else:
+            low = lower + place * rows
+            high = jnp.minimum(low + rows, upper)
+        table = (low, high, sequence, place == 0, place == slots_of[sequence] - 1)
+        return cls(rows, tokens, max(tokens, rows), reverse, capacity, ends[-1].astype(jnp.int32), True, table)
+
+    def at(self, i: Array) -> Slot:
+        if self.table is not None:
+            low, high, sequence, first, last = (take(x, i, 1, axis=0)[0] for x in self.table)
+        else:
+            begin, end = i * self.rows, jnp.minimum((i + 1) * self.rows, self.length)
+            low, high = (self.length - end, self.length - begin) if self.reverse else (begin, end)
+            sequence = first = last = None
+        start = jnp.clip(low, 0, self.tokens - self.rows) if self.ragged else low
+        mine = None
+        if self.ragged:
+            token = start + np.arange(self.rows, dtype=np.int32)
+            mine = (token >= low) & (token < high)
+            mine = mine[::-1] if self.reverse else mine
+        return Slot(start, mine, sequence, first, last, (low, high))
+
+    def padded(self, x: Array) -> Array:
+        """`x [B, T, ...]` with zero rows after the last token when there are fewer than one chunk."""
+        missing = self.tokens - x.shape[1]
+        return x if missing == 0 else jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
+
+    def read(self, x: Array, slot: Slot, heads: int, dtype: np.dtype) -> Array:
+        """The slot's rows of `x [B, T, h, ...]` as `[B, heads, C, ...]`; h divides heads; foreign rows are 0."""
+        rows = take(x, slot.start, self.rows).astype(dtype)
+        rows = rows[:, ::-1] if self.reverse else rows
+        if slot.mine is not None:
+            rows = jnp.where(slot.mine.reshape(1, -1, *[1] * (x.ndim - 2)), rows, 0)
+        rows = jnp.swapaxes(rows, 1, 2)  # [B, h, C, ...]
+        return rows if rows.shape[1] == heads else jnp.repeat(rows, heads // rows.shape[1], axis=1)
+
+    def write(self, x: Array, slot: Slot, rows: Array) -> Array:
+        """`x [B, T, h, ...]` with the slot's rows set from `[B, heads, C, ...]`, summed over the heads of a group."""
+        group = rows.shape[1] // x.shape[2]
+        if group > 1:
+            rows = rows.reshape(rows.shape[0], x.shape[2], group, *rows.shape[2:]).sum(2)
+        rows = jnp.swapaxes(rows, 1, 2).astype(x.dtype)  # [B, C, h, ...]
+        mine = slot.mine
+        if self.reverse:
+            rows, mine = rows[:, ::-1], None if mine is None else mine[::-1]
+        if mine is not None:
+            old = take(x, slot.start, self.rows)
+            rows = jnp.where(mine.reshape(1, -1, *[1] * (x.ndim - 2)), rows, old)
+        return put(x, rows, slot.start)
