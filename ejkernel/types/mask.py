@@ -27,7 +27,14 @@ from ejkernel.types._segments import (
     segment_positions,
 )
 
-__all__ = ["MaskInfo", "as_window", "mask_to_segment_ids", "segment_ids_to_mask", "segment_ids_to_qkv_masks"]
+__all__ = [
+    "MaskInfo",
+    "as_window",
+    "mask_to_segment_ids",
+    "segment_ids_to_mask",
+    "segment_ids_to_qkv_masks",
+    "segment_positions",
+]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -21,12 +21,12 @@ class AttentionConfig:
             recomputes scores for the gradient, in memory linear in the length; "fused" is the platform's own single kernel.
         block_q: queries in a block; only "blockwise" has blocks (None there means 512).
         block_k: keys in a block, likewise.
-        platform: "xla" or "cuda"; None takes the best that supports the call.
-        backend: the device kind the implementation is registered for; None takes this process's.
+        platform: "xla" or "cuda"; "auto" takes the best one that supports the call.
+        backend: the kind of device, "any" for the one JAX computes on.
 
     Example:
         >>> AttentionConfig(block_q=128, block_k=256)
-        AttentionConfig(schedule='blockwise', block_q=128, block_k=256, platform=None, backend=None)
+        AttentionConfig(schedule='blockwise', block_q=128, block_k=256, platform='auto', backend='any')
         >>> AttentionConfig(schedule="direct").block_q is None
         True
     """
@@ -34,8 +34,8 @@ class AttentionConfig:
     schedule: Schedule = "blockwise"
     block_q: int | None = None
     block_k: int | None = None
-    platform: str | None = None
-    backend: str | None = None
+    platform: str = "auto"
+    backend: str = "any"
 
     def __post_init__(self) -> None:
         if self.schedule not in get_args(Schedule):
@@ -50,6 +50,5 @@ class AttentionConfig:
                 object.__setattr__(self, name, DEFAULT_BLOCK)
             elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} must be an int of at least 1; got {size!r}.")
-        platform, backend = as_platform(self.platform), as_backend(self.backend)
-        object.__setattr__(self, "platform", None if platform is None else str(platform))
-        object.__setattr__(self, "backend", None if backend is None else str(backend))
+        as_platform(self.platform)
+        as_backend(self.backend)

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from ejkernel.kernels._attention import arguments as check
+from ejkernel.kernels._attention.packing import Packing
 from ejkernel.types.mask import MaskInfo, as_window
 
 
@@ -31,6 +32,7 @@ class AttentionProblem:
         mask: bool of the same kind of shape, True = attend.
         q_segment_ids: `[1|B, T]`, with kv_segment_ids `[1|B, S]`: only equal, non-negative ids attend.
         q_positions: `[1|B, T]`, with kv_positions `[1|B, S]`: what `left` and `right` compare; None: indices.
+        packing: the segments as rows of their own, where ids were known and nothing but segments decides who attends.
         sinks: `[H]`, log of the sum of exp of each head's sinks, in the softmax's accumulation dtype.
         dropout_words: `[B, H, T, 2]`, random words from which row (b, h, i) draws its dropout; None: no dropout.
         traced_scale: the scale when it is traced; `scale` is then 1.
@@ -52,6 +54,7 @@ class AttentionProblem:
     kv_segment_ids: Int[Array, "b S"] | None = None
     q_positions: Int[Array, "b T"] | None = None
     kv_positions: Int[Array, "b S"] | None = None
+    packing: Packing | None = None
     sinks: Float[Array, " H"] | None = None
     dropout_words: UInt32[Array, "B H T 2"] | None = None
     traced_scale: Float[Array, ""] | None = None
@@ -173,6 +176,7 @@ class AttentionProblem:
             fields["mask"] = mask if self.mask is None else check.both(self.mask, mask, shape)
         else:
             fields["q_segment_ids"], fields["kv_segment_ids"] = info.q_segment_ids, info.kv_segment_ids
+            fields["packing"] = Packing.of(info, self.batch)
         by_position = info.q_segment_ids is not None or info.q_positions is not None or info.kv_positions is not None
         if by_position and (self.left is not None or self.right is not None):
             fields["q_positions"], fields["kv_positions"] = info.compared_positions()
@@ -201,11 +205,6 @@ class AttentionProblem:
     def score_count(self) -> int:
         """B * H * T * S."""
         return self.batch * self.heads * self.q_len * self.kv_len
-
-    def concrete(self, name: str) -> np.ndarray | None:
-        """The values of a leaf where they are known now (neither absent nor traced)."""
-        leaf = getattr(self, name)
-        return None if leaf is None or isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)
 
 
 _STATIC = ("scale", "left", "right", "soft_cap", "dropout_prob", "softmax_dtype", "return_weights")

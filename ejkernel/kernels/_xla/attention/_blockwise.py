@@ -27,8 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ejkernel.kernels._attention.problem import AttentionProblem
-from ejkernel.kernels._xla.attention._logits import (
+from ejkernel.kernels._attention.logits import (
     Tile,
     alike_varying,
     cut,
@@ -44,6 +43,7 @@ from ejkernel.kernels._xla.attention._logits import (
     vary,
     varying_axes,
 )
+from ejkernel.kernels._attention.problem import AttentionProblem
 from ejkernel.kernels._xla.attention._visits import visits
 
 

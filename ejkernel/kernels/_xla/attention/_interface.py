@@ -9,9 +9,9 @@ import jax
 from jaxtyping import Array, Float
 
 from ejkernel.kernels._attention import AttentionConfig, AttentionImplementation, AttentionProblem
+from ejkernel.kernels._attention.direct import direct_output, direct_weights
 from ejkernel.kernels._registry import Backend, current_backend, kernel_registry
 from ejkernel.kernels._xla.attention._blockwise import blockwise_output
-from ejkernel.kernels._xla.attention._direct import direct_output, direct_weights
 
 # Below this many scores a direct call is as fast, and it can be differentiated forward too.
 DIRECT_SCORES = 1 << 20
@@ -38,18 +38,16 @@ class XlaAttention(AttentionImplementation):
 
     def heuristic(self, problem: AttentionProblem) -> AttentionConfig:
         if problem.score_count <= DIRECT_SCORES or min(problem.q_len, problem.kv_len) == 1:
-            return AttentionConfig("direct", platform="xla", backend="any")
+            return AttentionConfig("direct", platform="xla")
         block = _block(problem)
-        return AttentionConfig(
-            "blockwise", _even(problem.q_len, block), _even(problem.kv_len, block), platform="xla", backend="any"
-        )
+        return AttentionConfig("blockwise", _even(problem.q_len, block), _even(problem.kv_len, block), platform="xla")
 
     def candidates(self, problem: AttentionProblem) -> list[AttentionConfig]:
         first = self.heuristic(problem)
         sizes = [(q, k) for q in (128, 256, 512, 1024) for k in (128, 256, 512, 1024) if q <= k <= 2 * q]
         fitting = {(_even(problem.q_len, q), _even(problem.kv_len, k)) for q, k in sizes}
-        others = [AttentionConfig("blockwise", q, k, platform="xla", backend="any") for q, k in sorted(fitting)]
-        direct = [AttentionConfig("direct", platform="xla", backend="any")] if problem.score_count <= 1 << 28 else []
+        others = [AttentionConfig("blockwise", q, k, platform="xla") for q, k in sorted(fitting)]
+        direct = [AttentionConfig("direct", platform="xla")] if problem.score_count <= 1 << 28 else []
         return [first, *(cfg for cfg in direct + others if cfg != first)]
 
     def solve(

@@ -166,7 +166,7 @@ def alike_varying(problem: AttentionProblem) -> AttentionProblem:
 
 def varying_axes(x: Array) -> frozenset[str]:
     """The mesh axes of `shard_map` over which an array varies."""
-    return frozenset(getattr(jax.typeof(x), "vma", ()))
+    return jax.typeof(x).mat.varying
 
 
 def vary(x: Array, axes: frozenset[str]) -> Array:

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ejkernel.kernels._attention.problem import AttentionProblem
-from ejkernel.kernels._xla.attention._logits import (
+from ejkernel.kernels._attention.logits import (
     cut_bias,
     drop,
     finish,
@@ -18,6 +17,7 @@ from ejkernel.kernels._xla.attention._logits import (
     sum_dtype,
     whole,
 )
+from ejkernel.kernels._attention.problem import AttentionProblem
 
 
 @jax.custom_jvp
