@@ -179,7 +179,9 @@ def _attend_bwd(
         x, pull = jax.vjp(lambda scores, bias: finish(problem, scores, bias, keep), scores, cut_bias(problem, tile))
         p = jnp.exp(x - lse_rows.astype(x.dtype))  # [B, Hkv, G, q, k]
         d_p = drop(problem, product(problem, "bhgqv,bhkv->bhgqk", d_out, v), tile)
-        d_scores, d_bias = pull((p * (d_p - delta_rows)).astype(x.dtype))
+        # Where one key has all the weight, d_p = delta; large queries would blow up the rounding error of the difference.
+        d_x = jnp.where(p == 1, 0, p * (d_p - delta_rows))
+        d_scores, d_bias = pull(d_x.astype(x.dtype))
         d_v = product(problem, "bhvgq,bhgqk->bhvk", d_out_t, drop(problem, p, tile))
         d_k = product(problem, "bhdgq,bhgqk->bhdk", q_t, d_scores)
         return d_q + product(problem, "bhgqk,bhkd->bhgqd", d_scores, k), sums._replace(
