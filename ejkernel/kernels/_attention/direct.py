@@ -55,7 +55,7 @@ def grouped_weights(problem: AttentionProblem) -> Float[Array, "B Hkv G T S"]:
     scores = product(problem, "bhgqd,bkhd->bhgqk", scaled_query(problem), problem.key)
     x = finish(problem, scores, cut_bias(problem, tile), keep_mask(problem, tile))  # [B, Hkv, G, T, S]
     sinks = jnp.full((problem.heads,), -jnp.inf) if problem.sinks is None else problem.sinks
-    sinks = jnp.broadcast_to(sinks.astype(sums).reshape(problem.kv_heads, -1, 1), x.shape[:-1])
+    sinks = jnp.broadcast_to(sinks.astype(sums).reshape(problem.kv_heads, problem.groups, 1), x.shape[:-1])
     return drop(problem, softmax(x, sinks), tile)
 
 

@@ -63,7 +63,7 @@ def cut_plane(problem: AttentionProblem, plane: Array, tile: Tile) -> Array:
 
 def grouped_rows(problem: AttentionProblem, x: Float[Array, "B T H D"]) -> Float[Array, "B Hkv G T D"]:
     """Queries, outputs or their gradients, heads first."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], problem.kv_heads, -1, x.shape[3]), 1, 3)
+    return jnp.moveaxis(x.reshape(*x.shape[:2], problem.kv_heads, problem.groups, x.shape[3]), 1, 3)
 
 
 def flat_rows(problem: AttentionProblem, x: Float[Array, "B Hkv G T D"]) -> Float[Array, "B T H D"]:
@@ -138,11 +138,6 @@ def drop(problem: AttentionProblem, weights: Float[Array, "B Hkv G q k"], tile: 
     words = cut(problem.grouped(problem.dropout_words), 3, tile.start_q, tile.size_q)  # [B, Hkv, G, q, 2]
     keep = kept(words, tile.start_k + jnp.arange(tile.size_k, dtype=jnp.int32), problem.dropout_prob)
     return jnp.where(keep, weights / (1.0 - problem.dropout_prob), 0.0).astype(weights.dtype)
-
-
-def grouped_sinks(problem: AttentionProblem) -> Float[Array, "Hkv G"] | None:
-    """The sinks as `[Hkv, G]`."""
-    return None if problem.sinks is None else problem.sinks.reshape(problem.kv_heads, -1)
 
 
 def sum_dtype(problem: AttentionProblem) -> Any:

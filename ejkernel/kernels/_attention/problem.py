@@ -92,6 +92,11 @@ class AttentionProblem:
         return self.key.shape[2]
 
     @property
+    def groups(self) -> int:
+        """G = H / Hkv: how many query heads share a key head."""
+        return self.heads // self.kv_heads
+
+    @property
     def head_dim(self) -> int:
         """D."""
         return self.query.shape[3]
@@ -191,9 +196,8 @@ class AttentionProblem:
         return dataclasses.replace(self, left=left, right=right)
 
     def grouped(self, plane: Array) -> Array:
-        """A plane `[b, 1|Hkv|H, ...]` as `[b, 1|Hkv, 1|G, ...]`, G = H / Hkv: query heads beside their key head."""
-        groups = self.heads // self.kv_heads
-        split = {1: (1, 1), self.kv_heads: (self.kv_heads, 1), self.heads: (self.kv_heads, groups)}[plane.shape[1]]
+        """A plane `[b, 1|Hkv|H, ...]` as `[b, 1|Hkv, 1|G, ...]`: query heads beside their key head."""
+        split = {1: (1, 1), self.kv_heads: (self.kv_heads, 1), self.heads: (self.kv_heads, self.groups)}[plane.shape[1]]
         return plane.reshape(plane.shape[0], *split, *plane.shape[2:])
 
     @property

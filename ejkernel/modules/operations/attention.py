@@ -83,8 +83,6 @@ def _supporting(problem: AttentionProblem, platform: str | None, backend: str | 
 
 def _implementation(problem: AttentionProblem, platform: str | None, cfg: AttentionConfig) -> AttentionImplementation:
     """The best implementation that supports the call and runs `cfg`; ValueError with the reasons when there is none."""
-    if not isinstance(cfg, AttentionConfig):
-        raise TypeError(f"cfg must be an AttentionConfig or None; got {type(cfg).__name__}.")
     asked, configured = as_platform(platform), as_platform(cfg.platform)
     if asked is not None and configured is not None and asked is not configured:
         raise ValueError(f"platform {str(asked)!r} was asked for, but cfg is for platform {str(configured)!r}.")
@@ -191,5 +189,7 @@ def attention(
         sliding_window=sliding_window,
         return_weights=return_weights,
     )
+    if cfg is not None and not isinstance(cfg, AttentionConfig):
+        raise TypeError(f"cfg must be an AttentionConfig or None; got {type(cfg).__name__}.")
     output, weights = executor(Attention(), problem, platform=platform, _cfg=cfg)
     return output if weights is None else (output, weights)

@@ -72,15 +72,16 @@ def _mask(problem: AttentionProblem) -> Bool[Array, "b h T S"]:
 def _plane(problem: AttentionProblem) -> Bool[Array, "b h T S"]:
     keep = keep_mask(problem, whole(problem))
     assert keep is not None  # needs_mask
-    heads = (1, 1) if keep.shape[1:3] == (1, 1) else (problem.kv_heads, problem.heads // problem.kv_heads)
+    heads = (1, 1) if keep.shape[1:3] == (1, 1) else (problem.kv_heads, problem.groups)
     full = jnp.broadcast_to(keep, (keep.shape[0], *heads, problem.q_len, problem.kv_len))
-    return full.reshape(keep.shape[0], -1, problem.q_len, problem.kv_len)
+    return full.reshape(keep.shape[0], heads[0] * heads[1], problem.q_len, problem.kv_len)
 
 
 def _every_head(problem: AttentionProblem, bias: Float[Array, "b h t s"]) -> Float[Array, "b H T S"]:
     """The bias for every query head, pair by pair, as cuDNN wants it for its gradient; batches may share it."""
-    groups = problem.heads // problem.kv_heads
-    full = jnp.broadcast_to(problem.grouped(bias), (bias.shape[0], problem.kv_heads, groups, problem.q_len, problem.kv_len))
+    full = jnp.broadcast_to(
+        problem.grouped(bias), (bias.shape[0], problem.kv_heads, problem.groups, problem.q_len, problem.kv_len)
+    )
     return full.reshape(bias.shape[0], problem.heads, problem.q_len, problem.kv_len)
 
 

@@ -54,15 +54,16 @@ class Blocks(NamedTuple):
     size_k: int
     kv_end: int
 
-    def tile(self, i: int | Array, j: int | Array) -> Tile:
+    def tile(self, i: Array, j: Array) -> Tile:
         """The tile of query block i and key block j."""
-        return Tile(i * self.size_q, j * self.size_k, self.size_q, self.size_k, self.kv_end)
+        start_q, start_k = i.astype(jnp.int32) * self.size_q, j.astype(jnp.int32) * self.size_k
+        return Tile(start_q, start_k, self.size_q, self.size_k, self.kv_end)
 
 
 def blockwise_output(problem: AttentionProblem, block_q: int, block_k: int) -> Float[Array, "B T H V"]:
     """The output in the compute dtype; blocks are at most as large as the lengths."""
     q_len, kv_len = problem.q_len, problem.kv_len
-    if q_len == 0 or kv_len == 0:
+    if 0 in problem.query.shape or kv_len == 0:
         return jnp.zeros((*problem.query.shape[:3], problem.value_dim), problem.dtype)
     blocks = Blocks(min(block_q, q_len), min(block_k, kv_len), kv_len)
     problem = alike_varying(_padded(problem, -q_len % blocks.size_q, -kv_len % blocks.size_k))
@@ -114,7 +115,7 @@ def _forward(blocks: Blocks, problem: AttentionProblem) -> tuple[Float[Array, "B
     rows = (*query.shape[:3], blocks.size_q)
     first = start(rows, -jnp.inf, sums), start(rows, 0, sums)
     if problem.sinks is not None:
-        top = start(rows, 0, sums) + problem.sinks.astype(sums).reshape(problem.kv_heads, -1, 1)
+        top = start(rows, 0, sums) + problem.sinks.astype(sums).reshape(problem.kv_heads, problem.groups, 1)
         first = top, (top > -jnp.inf).astype(sums)
 
     def key_block(i: Array, q: Array, n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -205,9 +206,10 @@ def _attend_bwd(
     return (_cotangents(problem, sums, lse, delta),)
 
 
-def _add(total: Array, part: Array, starts: dict[int, int | Array]) -> Array:
+def _add(total: Array, part: Array, starts: dict[int, Any]) -> Array:
     """Adds a part to the total at these places; an axis of size 1 in the total starts at 0."""
-    at = [starts[n] if n in starts and total.shape[n] > 1 else 0 for n in range(total.ndim)]
+    zero = jnp.zeros((), jnp.int32)
+    at = [starts[n] if n in starts and total.shape[n] > 1 else zero for n in range(total.ndim)]
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, part.shape) + part, at)
 
 
@@ -215,7 +217,7 @@ def _cotangents(problem: AttentionProblem, sums: _Gradients, lse: Array, delta: 
     """The gradient in the problem's own form; None where there is none."""
     sinks, bias, scale = problem.sinks, problem.bias, problem.traced_scale
     if sinks is not None:
-        share = jnp.exp(sinks.reshape(problem.kv_heads, -1, 1).astype(lse.dtype) - lse)  # [B, Hkv, G, T]
+        share = jnp.exp(sinks.reshape(problem.kv_heads, problem.groups, 1).astype(lse.dtype) - lse)  # [B, Hkv, G, T]
         sinks = -(share * delta).sum((0, 3)).reshape(-1).astype(sinks.dtype)
     d_query = flat_rows(problem, sums.query)
     if scale is not None:
