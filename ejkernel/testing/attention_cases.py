@@ -167,10 +167,11 @@ class AttentionCase:
 
     def value_and_gradients(self, function: Callable[..., Any]) -> dict[str, np.ndarray]:
         """Output, weights and gradients of `function(query, key, value, **named) -> (output, weights)`."""
+        options = self.options  # made here, not while tracing
 
         @jax.jit
         def both(arrays: dict[str, jax.Array], d_output: jax.Array) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-            output, pull, weights = jax.vjp(lambda arrays: function(**arrays, **self.options), arrays, has_aux=True)
+            output, pull, weights = jax.vjp(lambda arrays: function(**arrays, **options), arrays, has_aux=True)
             return output, weights, pull(d_output)[0]
 
         output, weights, gradients = both(self.arrays, self.d_output)
