@@ -71,7 +71,7 @@ class AttentionCase:
     def arrays(self) -> dict[str, jax.Array]:
         """What gradients are taken of: query, key, value, and bias and softmax_aux where there are any."""
         rng = np.random.default_rng(self.seed)
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             "query": (self.batch, self.q_len, self.heads, self.channels),
             "key": (self.batch, self.kv_len, self.kv_heads, self.channels),
             "value": (self.batch, self.kv_len, self.kv_heads, self.value_channels),
@@ -142,7 +142,8 @@ class AttentionCase:
     @functools.cached_property
     def problem(self) -> AttentionProblem:
         """The call as an implementation sees it."""
-        return AttentionProblem.from_arguments(**self.arrays, **self.options)
+        arguments: dict[str, Any] = {**self.arrays, **self.options}
+        return AttentionProblem.from_arguments(**arguments)
 
     @functools.cached_property
     def reference(self) -> Reference:

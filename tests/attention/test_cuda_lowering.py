@@ -15,6 +15,7 @@ from ejkernel.kernels._attention.packing import Packing
 from ejkernel.kernels._cuda import attention as cuda_attention
 from ejkernel.kernels._cuda.attention import _supports
 from ejkernel.types.mask import MaskInfo
+from tests.attention.test_gpu import CASES as GPU_CASES
 
 B, T, H, HKV, D = 2, 64, 4, 2, 32
 PACKED = np.array([[0] * 20 + [1] * 24 + [-1] * 20, [3] * 64], np.int32)
@@ -100,6 +101,7 @@ def test_weights_that_are_not_used_leave_no_scores_in_the_program():
         ({"sliding_window": (3, 3)}, {}, "3 keys to the right"),
         ({"sliding_window": (3, T)}, {}, "without a right end"),
         ({"sliding_window": (3, 0)}, {"kv_len": 8}, "no key within the window"),
+        ({"sliding_window": (10, 0)}, {"kv_len": 63}, "odd number of keys"),
         ({"sliding_window": (3, 0), "attention_mask": np.ones((B, T), bool)}, {}, "a window together with"),
         ({"bias": np.zeros((1, 1, T, T), np.float32)}, {}, "bias must be in the compute dtype"),
         ({"attention_mask": np.ones((B, 63), bool)}, {"q_len": 63, "kv_len": 63}, "even lengths"),
@@ -156,3 +158,15 @@ def test_packing_needs_plain_positions_and_known_ids():
     seen = []
     jax.eval_shape(lambda ids: seen.append(Packing.of(MaskInfo.from_segments(ids), B)), jnp.asarray(PACKED))
     assert seen == [None]
+
+
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_every_case_that_runs_on_a_gpu_lowers_for_it(case):
+    names = sorted(case.arrays)
+    options = case.options
+
+    def gradients(*arrays):
+        run = lambda *x: cuda_attention(**dict(zip(names, x, strict=True)), **options)[0].astype(jnp.float32).sum()  # noqa: E731
+        return jax.grad(run, tuple(range(len(names))))(*arrays)
+
+    assert len(calls(gradients, *(case.arrays[name] for name in names))) == 2

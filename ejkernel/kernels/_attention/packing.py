@@ -16,7 +16,7 @@ class Packing(NamedTuple):
     """Where the tokens of N segments are among all B * T queries and B * S keys, in their order.
 
     Attributes:
-        q_rows: `[N, Lq]`, the queries of each segment; what is beyond its length repeats token 0.
+        q_rows: `[N, Lq]`, the queries of each segment, Lq even; what is beyond its length repeats token 0.
         kv_rows: `[N, Lk]`, the keys likewise.
         q_lengths: `[N]`, how many queries a segment has; at least 1, as for keys.
         kv_lengths: `[N]`.
@@ -88,7 +88,8 @@ def _gather(
     inside = (names[segment] == found) & (ids >= 0)
     segment, place, token = segment[inside], rank[inside], np.flatnonzero(inside)
     lengths = np.bincount(segment, minlength=names.size)
-    rows = np.zeros((names.size, lengths.max()), np.int64)
+    longest = int(lengths.max())
+    rows = np.zeros((names.size, longest + longest % 2), np.int64)  # even: cuDNN's gradient takes no odd lengths
     rows[segment, place] = token
     back = np.full(ids.size, -1)
     back[token] = segment * rows.shape[1] + place

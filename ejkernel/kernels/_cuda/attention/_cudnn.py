@@ -1,7 +1,8 @@
 """A problem that cuDNN covers, in cuDNN's terms.
 
 Bounds on indices are its causal mask and window. Segments whose ids were known are rows of their own with lengths. Any other
-mask is added to the bias, and rows without a key, which cuDNN would average over, are set to 0 afterwards.
+mask is added to the bias, and rows without a key, which cuDNN would average over, are set to 0 afterwards. Odd lengths get one
+token of padding, since the gradient takes even ones only.
 """
 
 from __future__ import annotations
@@ -14,13 +15,41 @@ from jaxtyping import Array, Bool, Float
 
 from ejkernel.kernels._attention import AttentionProblem
 from ejkernel.kernels._attention.logits import keep_mask, whole
-from ejkernel.kernels._cuda.attention._supports import is_packed, needs_mask
+from ejkernel.kernels._cuda.attention._supports import is_packed, needs_mask, padding_is_seen
 
 
 def cudnn_output(problem: AttentionProblem) -> Float[Array, "B T H V"]:
     """The output in the compute dtype."""
     if is_packed(problem):
         return _packed_output(problem)
+    if problem.bias is not None or needs_mask(problem):
+        return _biased_output(problem)
+    return _plain_output(problem)
+
+
+def _plain_output(problem: AttentionProblem) -> Float[Array, "B T H V"]:
+    causal, window = _bounds(problem)
+    lengths = None
+    if problem.kv_len % 2 and padding_is_seen(problem):
+        lengths = jnp.full((problem.batch,), problem.kv_len, jnp.int32)
+    output = jax.nn.dot_product_attention(
+        _even(problem.query),
+        _even(problem.key),
+        _even(problem.value),
+        scale=problem.scale,
+        is_causal=causal,
+        local_window_size=window,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+    return output[:, : problem.q_len]
+
+
+def _even(x: Float[Array, "B L H D"]) -> Float[Array, "B L H D"]:
+    return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) if x.shape[1] % 2 else x
+
+
+def _biased_output(problem: AttentionProblem) -> Float[Array, "B T H V"]:
     causal, window = _bounds(problem)
     mask = _mask(problem) if needs_mask(problem) else None
     output = jax.nn.dot_product_attention(

@@ -36,6 +36,11 @@ def needs_mask(problem: AttentionProblem) -> bool:
     return problem.mask is not None or segments or (problem.q_positions is not None and not is_packed(problem))
 
 
+def padding_is_seen(problem: AttentionProblem) -> bool:
+    """Whether some query would see a key after the last one; causality hides it from all when there are enough keys."""
+    return problem.right != 0 or problem.q_len > problem.kv_len
+
+
 def plane_shape(problem: AttentionProblem) -> tuple[int, int]:
     """Rows and heads of the mask that stands for everything `needs_mask` is about."""
     parts = [x.shape[:2] for x in (problem.mask,) if x is not None]
@@ -109,6 +114,8 @@ def _window(problem: AttentionProblem) -> str | None:
         return "a window together with a bias or a mask is not covered"
     if problem.q_len - 1 - problem.left > problem.kv_len - 1:
         return "some queries have no key within the window"
+    if problem.kv_len % 2 and padding_is_seen(problem):
+        return "a window over an odd number of keys, fewer than queries, is not covered"
     return None
 
 
