@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -35,9 +36,20 @@ class Shape(NamedTuple):
         return f"[1|{self.batch}, {heads}, 1|{self.q_len}, 1|{self.kv_len}] (batch, heads, queries, keys)"
 
 
+def as_array(x: Any) -> Array:
+    """The argument as a JAX array; calls outside `jit` pay for every conversion, even for one that changes nothing."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+@functools.cache
+def accumulation_dtype(dtype: Any) -> Any:
+    """Float32, or wider when `dtype` is."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def operands(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Array, Array, Array]:
     """Query, key and value in the compute dtype, their shapes checked against each other."""
-    arrays = {name: jnp.asarray(x) for name, x in (("query", query), ("key", key), ("value", value))}
+    arrays = {name: as_array(x) for name, x in (("query", query), ("key", key), ("value", value))}
     for name, x in arrays.items():
         if x.ndim != 4:
             raise ValueError(f"{name} must be rank 4 [batch, length, heads, channels]; got shape {list(x.shape)}.")
@@ -55,10 +67,14 @@ def operands(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Array, Array
         raise ValueError(f"query heads must be a multiple of key heads; got {q.shape[2]} and {k.shape[2]}.")
     if q.shape[3] == 0:
         raise ValueError("query and key must have at least one channel; got 0.")
-    compute = jnp.result_type(q, k, v) if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+    if dtype is not None:
+        compute = jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+    else:
+        compute = q.dtype if q.dtype == k.dtype == v.dtype else jnp.result_type(q, k, v)
     if compute.name not in _DTYPES:
         raise TypeError(f"dtype must be None or one of {', '.join(_DTYPES)}; got {compute.name}.")
-    return q.astype(compute), k.astype(compute), v.astype(compute)
+    cast = [x if x.dtype == compute else x.astype(compute) for x in (q, k, v)]
+    return cast[0], cast[1], cast[2]
 
 
 def scale(softmax_scale: Any, head_dim: int) -> tuple[float, Array | None]:
@@ -93,7 +109,7 @@ def softmax_dtype(dtype: Any, default: Any) -> Any:
 
 def bias(value: Any, shape: Shape) -> Float[Array, "b h t s"]:
     """A bias of rank 4; lower ranks broadcast from the right, as NumPy does."""
-    value = jnp.asarray(value)
+    value = as_array(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"bias must be floating point; got {value.dtype}. A boolean mask goes to attention_mask.")
     if value.ndim > 4:
@@ -103,7 +119,7 @@ def bias(value: Any, shape: Shape) -> Float[Array, "b h t s"]:
 
 def mask(argument: str, value: Any, shape: Shape) -> Bool[Array, "b h t s"]:
     """A mask of rank 4, from `[B, S]`, `[B, T, S]` or `[B, heads, T, S]`."""
-    value = jnp.asarray(value)
+    value = as_array(value)
     if value.dtype != bool:
         raise TypeError(f"{argument} must be bool (True = attend); got {value.dtype}. An additive mask goes to bias.")
     if value.ndim == 2:
@@ -146,7 +162,7 @@ def mask_info(info: MaskInfo, shape: Shape) -> None:
 
 def sinks(softmax_aux: Any, shape: Shape, dtype: Any) -> Float[Array, " H"] | None:
     """The sinks of each head as one logit, the log of the sum of their exponentials."""
-    softmax_aux = jnp.asarray(softmax_aux)
+    softmax_aux = as_array(softmax_aux)
     if not jnp.issubdtype(softmax_aux.dtype, jnp.floating):
         raise TypeError(f"softmax_aux must be floating point; got {softmax_aux.dtype}.")
     rows = softmax_aux[None] if softmax_aux.ndim == 1 else softmax_aux

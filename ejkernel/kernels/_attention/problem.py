@@ -114,7 +114,7 @@ class AttentionProblem:
     @property
     def accumulation_dtype(self) -> Any:
         """Float32, or wider when the compute dtype is: that of scores, sums and unscaled outputs."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return check.accumulation_dtype(self.dtype)
 
     @classmethod
     def from_arguments(
@@ -147,7 +147,7 @@ class AttentionProblem:
         scale, traced_scale = check.scale(softmax_scale, shape.head_dim)
         left, right = (None, None) if sliding_window is None else as_window("sliding_window", sliding_window)
         right = 0 if causal else right
-        accumulation = jnp.promote_types(query.dtype, jnp.float32)
+        accumulation = check.accumulation_dtype(query.dtype)
         words = check.dropout_words(shape, deterministic, dropout_prob, dropout_rng)
         problem = cls(
             query=query,
@@ -193,7 +193,7 @@ class AttentionProblem:
             return self
         left = None if self.left is not None and self.left >= self.q_len - 1 else self.left
         right = None if self.right is not None and self.right >= self.kv_len - 1 else self.right
-        return dataclasses.replace(self, left=left, right=right)
+        return self if (left, right) == (self.left, self.right) else dataclasses.replace(self, left=left, right=right)
 
     def grouped(self, plane: Array) -> Array:
         """A plane `[b, 1|Hkv|H, ...]` as `[b, 1|Hkv, 1|G, ...]`: query heads beside their key head."""
