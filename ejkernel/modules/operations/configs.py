@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from ejkernel.kernels._attention import AttentionConfig
 from ejkernel.kernels._linear import LinearConfig
 
-__all__ = ["GLAttentionConfig", "LightningAttentionConfig", "RecurrentAttentionConfig"]
+__all__ = ["AttentionConfig", "GLAttentionConfig", "LightningAttentionConfig", "RecurrentAttentionConfig"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,194 @@
+"""Checks of single arguments of `attention`: each returns the argument in the form that AttentionProblem holds."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, UInt32
+
+from ejkernel.types.mask import MaskInfo
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class Shape(NamedTuple):
+    """The sizes that other arguments must match."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, query: Float[Array, "B T H D"], key: Float[Array, "B S Hkv D"]) -> Shape:
+        return cls(query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2], query.shape[3])
+
+    @property
+    def plane(self) -> str:
+        """The legal shape of a bias or mask, in words."""
+        heads = "|".join(str(n) for n in sorted({1, self.kv_heads, self.heads}))
+        return f"[1|{self.batch}, {heads}, 1|{self.q_len}, 1|{self.kv_len}] (batch, heads, queries, keys)"
+
+
+def as_array(x: Any) -> Array:
+    """The argument as a JAX array; calls outside `jit` pay for every conversion, even for one that changes nothing."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+@functools.cache
+def accumulation_dtype(dtype: Any) -> Any:
+    """Float32, or wider when `dtype` is."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def operands(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Array, Array, Array]:
+    """Query, key and value in the compute dtype, their shapes checked against each other."""
+    arrays = {name: as_array(x) for name, x in (("query", query), ("key", key), ("value", value))}
+    for name, x in arrays.items():
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be rank 4 [batch, length, heads, channels]; got shape {list(x.shape)}.")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating point; got {x.dtype}.")
+    q, k, v = arrays.values()
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"key must be [{q.shape[0]}, S, Hkv, {q.shape[3]}] to match query {list(q.shape)} in batch and channels; "
+            f"got {list(k.shape)}."
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"value must be {[*k.shape[:3], 'V']} (batch, length, heads) to match key; got {list(v.shape)}.")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"query heads must be a multiple of key heads; got {q.shape[2]} and {k.shape[2]}.")
+    if q.shape[3] == 0:
+        raise ValueError("query and key must have at least one channel; got 0.")
+    if dtype is not None:
+        compute = jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+    else:
+        compute = q.dtype if q.dtype == k.dtype == v.dtype else jnp.result_type(q, k, v)
+    if compute.name not in _DTYPES:
+        raise TypeError(f"dtype must be None or one of {', '.join(_DTYPES)}; got {compute.name}.")
+    cast = [x if x.dtype == compute else x.astype(compute) for x in (q, k, v)]
+    return cast[0], cast[1], cast[2]
+
+
+def scale(softmax_scale: Any, head_dim: int) -> tuple[float, Array | None]:
+    """`(number, None)`, or `(1.0, scalar)` when it is traced; None means `head_dim ** -0.5`."""
+    if softmax_scale is None:
+        return head_dim**-0.5, None
+    if np.ndim(softmax_scale) != 0:
+        raise ValueError(f"softmax_scale must be a number or a scalar array; got shape {list(np.shape(softmax_scale))}.")
+    if isinstance(softmax_scale, jax.core.Tracer):
+        return 1.0, softmax_scale
+    return float(softmax_scale), None
+
+
+def soft_cap(cap: Any) -> float | None:
+    """The soft cap as a positive number, or None."""
+    if cap is None:
+        return None
+    if isinstance(cap, jax.core.Tracer):
+        raise TypeError("logits_soft_cap must be a number that is known while tracing; got a traced value.")
+    if not float(cap) > 0:
+        raise ValueError(f"logits_soft_cap must be positive (None: no cap); got {cap}.")
+    return float(cap)
+
+
+def softmax_dtype(dtype: Any, default: Any) -> Any:
+    """The softmax's dtype; None means `default`."""
+    chosen = jnp.dtype(default) if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+    if chosen.name not in _DTYPES:
+        raise TypeError(f"softmax_dtype must be None or one of {', '.join(_DTYPES)}; got {chosen.name}.")
+    return chosen
+
+
+def bias(value: Any, shape: Shape) -> Float[Array, "b h t s"]:
+    """A bias of rank 4; lower ranks broadcast from the right, as NumPy does."""
+    value = as_array(value)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"bias must be floating point; got {value.dtype}. A boolean mask goes to attention_mask.")
+    if value.ndim > 4:
+        raise ValueError(f"bias must be {shape.plane}; got shape {list(value.shape)}.")
+    return _plane("bias", value.reshape((1,) * (4 - value.ndim) + value.shape), shape)
+
+
+def mask(argument: str, value: Any, shape: Shape) -> Bool[Array, "b h t s"]:
+    """A mask of rank 4, from `[B, S]`, `[B, T, S]` or `[B, heads, T, S]`."""
+    value = as_array(value)
+    if value.dtype != bool:
+        raise TypeError(f"{argument} must be bool (True = attend); got {value.dtype}. An additive mask goes to bias.")
+    if value.ndim == 2:
+        value = value[:, None, None, :]
+    elif value.ndim == 3:
+        value = value[:, None, :, :]
+    elif value.ndim != 4:
+        raise ValueError(f"{argument} must be [B, S], [B, T, S] or [B, heads, T, S]; got shape {list(value.shape)}.")
+    return _plane(argument, value, shape)
+
+
+def _plane(argument: str, value: Array, shape: Shape) -> Array:
+    legal = (
+        {1, shape.batch},
+        {1, shape.kv_heads, shape.heads},
+        {1, shape.q_len},
+        {1, shape.kv_len},
+    )
+    if any(size not in sizes for size, sizes in zip(value.shape, legal, strict=True)):
+        raise ValueError(f"{argument} must be {shape.plane} to match query and key; got {list(value.shape)}.")
+    return value
+
+
+def both(a: Bool[Array, "b h t s"], b: Bool[Array, "b h t s"], shape: Shape) -> Bool[Array, "b h t s"]:
+    """The pairs that both masks keep; a mask per key head meets one per query head as one per query head."""
+    if a.shape[1] != b.shape[1] and 1 not in (a.shape[1], b.shape[1]):
+        a, b = (jnp.repeat(m, shape.heads // m.shape[1], axis=1) for m in (a, b))
+    return a & b
+
+
+def mask_info(info: MaskInfo, shape: Shape) -> None:
+    """ValueError unless the MaskInfo is for this call's batch and lengths."""
+    batch, _, q_len, kv_len = info.shape
+    if batch not in (1, shape.batch) or (q_len, kv_len) != (shape.q_len, shape.kv_len):
+        raise ValueError(
+            f"mask_info must be for batch 1|{shape.batch}, {shape.q_len} queries and {shape.kv_len} keys; "
+            f"it is for batch {batch}, {q_len} queries and {kv_len} keys."
+        )
+
+
+def sinks(softmax_aux: Any, shape: Shape, dtype: Any) -> Float[Array, " H"] | None:
+    """The sinks of each head as one logit, the log of the sum of their exponentials."""
+    softmax_aux = as_array(softmax_aux)
+    if not jnp.issubdtype(softmax_aux.dtype, jnp.floating):
+        raise TypeError(f"softmax_aux must be floating point; got {softmax_aux.dtype}.")
+    rows = softmax_aux[None] if softmax_aux.ndim == 1 else softmax_aux
+    legal = {shape.heads, shape.kv_heads} | ({1} if softmax_aux.ndim == 1 else set())
+    if rows.ndim != 2 or rows.shape[0] not in legal:
+        raise ValueError(
+            f"softmax_aux must be [sinks], [{shape.heads}, sinks] or [{shape.kv_heads}, sinks] (heads first); "
+            f"got shape {list(softmax_aux.shape)}."
+        )
+    if rows.shape[1] == 0:
+        return None
+    rows = rows.astype(dtype)
+    top = jax.lax.stop_gradient(rows.max(1, keepdims=True))
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    total = jnp.exp(rows - top).sum(1)
+    # A head whose sinks are all -inf has none; log(0) would make the gradient NaN.
+    joined = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + top[:, 0], -jnp.inf)
+    return jnp.repeat(joined, shape.heads // rows.shape[0])
+
+
+def dropout_words(shape: Shape, deterministic: bool, prob: float, rng: Any) -> UInt32[Array, "B H T 2"] | None:
+    """Two random words for every row of weights, or None when nothing is dropped."""
+    if isinstance(prob, jax.core.Tracer) or not 0.0 <= float(prob) < 1.0:
+        raise ValueError(f"dropout_prob must be a known number of at least 0 and below 1; got {prob}.")
+    if deterministic or float(prob) == 0.0:
+        return None
+    if rng is None:
+        raise ValueError("dropout_rng must be given when deterministic=False and dropout_prob > 0; got None.")
+    return jax.random.bits(rng, (shape.batch, shape.heads, shape.q_len, 2), jnp.uint32)

@@ -1,0 +1,236 @@
+"""Blockwise softmax attention: an online softmax over blocks of keys, in memory linear in the lengths.
+
+Forward, for a block of queries, over the key blocks it can see (`top` is the running maximum of the logits):
+
+    e     = exp(logits - new_top)
+    total = total * exp(top - new_top) + sum(e)
+    acc   = acc   * exp(top - new_top) + dropped(e) value
+    output = acc / total,   lse = top + log(total)
+
+Backward, over the same tiles, with p = exp(logits - lse) recomputed and delta = sum(d_output * output):
+
+    d_value  += dropped(p)^T d_output
+    d_logits  = p * (dropped(d_output value^T) - delta)
+
+and the way from d_logits to scores and bias is JAX's own gradient of `finish`.
+A sink is a logit that is there before the first block: it starts `top` and `total`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from ejkernel.kernels._attention.logits import (
+    Tile,
+    alike_varying,
+    cut,
+    cut_bias,
+    drop,
+    finish,
+    flat_rows,
+    grouped_rows,
+    keep_mask,
+    product,
+    scaled_query,
+    sum_dtype,
+    vary,
+    varying_axes,
+)
+from ejkernel.kernels._attention.problem import AttentionProblem
+from ejkernel.kernels._xla.attention._visits import visits
+
+
+class Blocks(NamedTuple):
+    """The sizes of blocks, and how many keys are real in a problem padded to multiples of them."""
+
+    size_q: int
+    size_k: int
+    kv_end: int
+
+    def tile(self, i: Array, j: Array) -> Tile:
+        """The tile of query block i and key block j."""
+        start_q, start_k = i.astype(jnp.int32) * self.size_q, j.astype(jnp.int32) * self.size_k
+        return Tile(start_q, start_k, self.size_q, self.size_k, self.kv_end)
+
+
+def blockwise_output(problem: AttentionProblem, block_q: int, block_k: int) -> Float[Array, "B T H V"]:
+    """The output in the compute dtype; blocks are at most as large as the lengths."""
+    q_len, kv_len = problem.q_len, problem.kv_len
+    if 0 in problem.query.shape or kv_len == 0:
+        return jnp.zeros((*problem.query.shape[:3], problem.value_dim), problem.dtype)
+    blocks = Blocks(min(block_q, q_len), min(block_k, kv_len), kv_len)
+    problem = alike_varying(_padded(problem, -q_len % blocks.size_q, -kv_len % blocks.size_k))
+    return _attend(blocks, problem)[:, :q_len]
+
+
+def _padded(problem: AttentionProblem, more_q: int, more_k: int) -> AttentionProblem:
+    """The problem with padding after the last query and the last key; axes that do not vary stay as they are."""
+
+    def pad(name: str, axis: int, more: int, fill: int = 0) -> None:
+        x = getattr(problem, name)
+        if more and x is not None and x.shape[axis] > 1:
+            widths = [(0, more if axis == n else 0) for n in range(x.ndim)]
+            changed[name] = jnp.pad(changed.get(name, x), widths, constant_values=fill)
+
+    changed: dict[str, Any] = {}
+    for name, axis, fill in (("query", 1, 0), ("q_segment_ids", 1, -1), ("q_positions", 1, 0), ("dropout_words", 2, 0)):
+        pad(name, axis, more_q, fill)
+    for name, axis, fill in (("key", 1, 0), ("value", 1, 0), ("kv_segment_ids", 1, -1), ("kv_positions", 1, 0)):
+        pad(name, axis, more_k, fill)
+    for name in ("bias", "mask"):
+        pad(name, 2, more_q)
+        pad(name, 3, more_k)
+    return dataclasses.replace(problem, **changed) if changed else problem
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(blocks: Blocks, problem: AttentionProblem) -> Float[Array, "B T H V"]:
+    return _forward(blocks, problem)[0]
+
+
+def _attend_fwd(blocks: Blocks, problem: AttentionProblem) -> tuple[Array, tuple[AttentionProblem, Array, Array]]:
+    output, lse = _forward(blocks, problem)
+    return output, (problem, output, lse)
+
+
+def _start(problem: AttentionProblem, shape: tuple[int, ...], fill: float, dtype: Any) -> Array:
+    """A constant array to start a loop with, of the same kind as what the loop makes of it."""
+    return vary(jnp.full(shape, fill, dtype), varying_axes(problem.query))
+
+
+def _forward(blocks: Blocks, problem: AttentionProblem) -> tuple[Float[Array, "B T H V"], Float[Array, "B Hkv G T"]]:
+    """The output and the log of the softmax's sum; +inf where nothing is attended to, so that exp(x - lse) is 0."""
+    start = functools.partial(_start, problem)
+    wide, sums, plan = problem.accumulation_dtype, sum_dtype(problem), visits(problem, blocks.size_q, blocks.size_k)
+    order = jnp.asarray(plan.order)
+    query = scaled_query(problem)  # [B, Hkv, G, T, D]
+    key, value = jnp.moveaxis(problem.key, 1, 2), jnp.moveaxis(problem.value, 1, 2)  # [B, Hkv, S, D], [B, Hkv, S, V]
+    rows = (*query.shape[:3], blocks.size_q)
+    first = start(rows, -jnp.inf, sums), start(rows, 0, sums)
+    if problem.sinks is not None:
+        top = start(rows, 0, sums) + problem.sinks.astype(sums).reshape(problem.kv_heads, problem.groups, 1)
+        first = top, (top > -jnp.inf).astype(sums)
+
+    def key_block(i: Array, q: Array, n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, acc = carry  # [B, Hkv, G, q] twice, [B, Hkv, G, q, V]
+        tile = blocks.tile(i, order[i, n])
+        k, v = (cut(x, 2, tile.start_k, tile.size_k) for x in (key, value))  # [B, Hkv, k, D], [B, Hkv, k, V]
+        scores = product(problem, "bhgqd,bhkd->bhgqk", q, k)
+        x = finish(problem, scores, cut_bias(problem, tile), keep_mask(problem, tile))
+        new_top = jnp.maximum(top, x.max(-1).astype(sums))
+        finite = jnp.where(new_top == -jnp.inf, 0, new_top)
+        e = jnp.exp(x - finite[..., None].astype(x.dtype))
+        shrink = jnp.exp(top - finite)
+        acc = acc * shrink[..., None].astype(wide) + product(problem, "bhgqk,bhkv->bhgqv", drop(problem, e, tile), v)
+        return new_top, total * shrink + e.sum(-1, dtype=sums), acc
+
+    def query_block(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        output, lse = carry
+        at = i * blocks.size_q
+        q = cut(query, 3, at, blocks.size_q)
+        acc = start((*rows, problem.value_dim), 0, wide)
+        top, total, acc = lax.fori_loop(0, plan.number(i), functools.partial(key_block, i, q), (*first, acc))
+        acc = flat_rows(problem, acc / jnp.where(total == 0, 1, total)[..., None].astype(wide)).astype(problem.dtype)
+        # log(0) = -inf would turn into NaN against logits of -inf; the sum is 0 only where nothing attends.
+        row_lse = jnp.where(total == 0, jnp.inf, top + jnp.log(total))
+        return lax.dynamic_update_slice_in_dim(output, acc, at, 1), lax.dynamic_update_slice_in_dim(lse, row_lse, at, 3)
+
+    outputs = start((*problem.query.shape[:3], problem.value_dim), 0, problem.dtype)
+    lse = start((*rows[:3], problem.q_len), 0, sums)
+    return lax.fori_loop(0, problem.q_len // blocks.size_q, query_block, (outputs, lse))
+
+
+class _Gradients(NamedTuple):
+    """Sums over tiles, in the accumulation dtype. Those of keys and values have their channels before the length: so they
+    come out of products whose large factor, a tile of weights, is read row by row."""
+
+    query: Array  # [B, Hkv, G, T, D], of the scaled query
+    key: Array  # [B, Hkv, D, S]
+    value: Array  # [B, Hkv, V, S]
+    bias: Array | None  # [b, h, g, t, s]
+
+
+def _attend_bwd(
+    blocks: Blocks, residuals: tuple[AttentionProblem, Array, Array], d_output: Float[Array, "B T H V"]
+) -> tuple[AttentionProblem]:
+    problem, output, lse = residuals
+    start = functools.partial(_start, problem)
+    wide, plan = problem.accumulation_dtype, visits(problem, blocks.size_q, blocks.size_k)
+    order = jnp.asarray(plan.order)
+    query, d_rows = scaled_query(problem), grouped_rows(problem, d_output).astype(wide)  # [B, Hkv, G, T, D|V]
+    query_t, d_rows_t = (jnp.moveaxis(x, 4, 2) for x in (query, d_rows))  # [B, Hkv, D|V, G, T]
+    key, value = jnp.moveaxis(problem.key, 1, 2), jnp.moveaxis(problem.value, 1, 2)  # [B, Hkv, S, D|V]
+    delta = (d_rows * grouped_rows(problem, output).astype(wide)).sum(-1)  # [B, Hkv, G, T]
+
+    def key_block(i: Array, n: Array, carry: tuple[Array, _Gradients]) -> tuple[Array, _Gradients]:
+        d_q, sums = carry
+        tile = blocks.tile(i, order[i, n])
+        q, d_out = (cut(x, 3, tile.start_q, tile.size_q) for x in (query, d_rows))
+        q_t, d_out_t = (cut(x, 4, tile.start_q, tile.size_q) for x in (query_t, d_rows_t))
+        k, v = (cut(x, 2, tile.start_k, tile.size_k) for x in (key, value))
+        lse_rows, delta_rows = (cut(x, 3, tile.start_q, tile.size_q)[..., None] for x in (lse, delta))
+        keep, scores = keep_mask(problem, tile), product(problem, "bhgqd,bhkd->bhgqk", q, k)
+        x, pull = jax.vjp(lambda scores, bias: finish(problem, scores, bias, keep), scores, cut_bias(problem, tile))
+        p = jnp.exp(x - lse_rows.astype(x.dtype))  # [B, Hkv, G, q, k]
+        d_p = drop(problem, product(problem, "bhgqv,bhkv->bhgqk", d_out, v), tile)
+        # Where one key has all the weight, d_p = delta; large queries would blow up the rounding error of the difference.
+        d_x = jnp.where(p == 1, 0, p * (d_p - delta_rows))
+        d_scores, d_bias = pull(d_x.astype(x.dtype))
+        d_v = product(problem, "bhvgq,bhgqk->bhvk", d_out_t, drop(problem, p, tile))
+        d_k = product(problem, "bhdgq,bhgqk->bhdk", q_t, d_scores)
+        return d_q + product(problem, "bhgqk,bhkd->bhgqd", d_scores, k), sums._replace(
+            key=_add(sums.key, d_k, {3: tile.start_k}),
+            value=_add(sums.value, d_v, {3: tile.start_k}),
+            bias=None if sums.bias is None else _add(sums.bias, d_bias, {3: tile.start_q, 4: tile.start_k}),
+        )
+
+    def query_block(i: Array, sums: _Gradients) -> _Gradients:
+        d_q = start((*query.shape[:3], blocks.size_q, query.shape[4]), 0, wide)
+        d_q, sums = lax.fori_loop(0, plan.number(i), functools.partial(key_block, i), (d_q, sums))
+        return sums._replace(query=lax.dynamic_update_slice_in_dim(sums.query, d_q, i * blocks.size_q, 3))
+
+    sums = _Gradients(
+        query=start(query.shape, 0, wide),
+        key=start((*key.shape[:2], key.shape[3], key.shape[2]), 0, wide),
+        value=start((*value.shape[:2], value.shape[3], value.shape[2]), 0, wide),
+        bias=None if problem.bias is None else start(problem.grouped(problem.bias).shape, 0, wide),
+    )
+    sums = lax.fori_loop(0, problem.q_len // blocks.size_q, query_block, sums)
+    return (_cotangents(problem, sums, lse, delta),)
+
+
+def _add(total: Array, part: Array, starts: dict[int, Any]) -> Array:
+    """Adds a part to the total at these places; an axis of size 1 in the total starts at 0."""
+    zero = jnp.zeros((), jnp.int32)
+    at = [starts[n] if n in starts and total.shape[n] > 1 else zero for n in range(total.ndim)]
+    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, part.shape) + part, at)
+
+
+def _cotangents(problem: AttentionProblem, sums: _Gradients, lse: Array, delta: Array) -> AttentionProblem:
+    """The gradient in the problem's own form; None where there is none."""
+    sinks, bias, scale = problem.sinks, problem.bias, problem.traced_scale
+    if sinks is not None:
+        share = jnp.exp(sinks.reshape(problem.kv_heads, problem.groups, 1).astype(lse.dtype) - lse)  # [B, Hkv, G, T]
+        sinks = -(share * delta).sum((0, 3)).reshape(-1).astype(sinks.dtype)
+    d_query = flat_rows(problem, sums.query)
+    if scale is not None:
+        d_query, scale = d_query * scale, (d_query * problem.query).sum().astype(scale.dtype)
+    return AttentionProblem(
+        query=(d_query * problem.scale).astype(problem.dtype),
+        key=jnp.moveaxis(sums.key, 3, 1).astype(problem.dtype),
+        value=jnp.moveaxis(sums.value, 3, 1).astype(problem.dtype),
+        bias=None if bias is None or sums.bias is None else sums.bias.reshape(bias.shape).astype(bias.dtype),
+        sinks=sinks,
+        traced_scale=scale,
+        **problem.static_fields,
+    )
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)

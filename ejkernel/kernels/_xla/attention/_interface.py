@@ -1,0 +1,88 @@
+"""Softmax attention in plain JAX, for every device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+from jaxtyping import Array, Float
+
+from ejkernel.kernels._attention import AttentionConfig, AttentionImplementation, AttentionProblem
+from ejkernel.kernels._attention.direct import direct_output, direct_weights
+from ejkernel.kernels._registry import Backend, current_backend, kernel_registry
+from ejkernel.kernels._xla.attention._blockwise import blockwise_output
+
+# Below this many scores a direct call is as fast, and it can be differentiated forward too.
+DIRECT_SCORES = 1 << 20
+# How many scores a tile should have: enough work for a step, in few enough megabytes to stay near the cores. Measured on
+# CPU; XLA before jax 0.11 keeps small products on one core, so its tiles are larger. Accelerators pay more for each step.
+TILE_SCORES = {
+    Backend.CPU: 1 << (20 if jax.__version_info__ >= (0, 11) else 21),
+    Backend.GPU: 1 << 25,
+    Backend.TPU: 1 << 22,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaAttention(AttentionImplementation):
+    """Direct or blockwise; takes every call."""
+
+    def supports(self, problem: AttentionProblem) -> str | None:
+        return None
+
+    def refuses(self, problem: AttentionProblem, cfg: AttentionConfig) -> str | None:
+        if cfg.schedule == "fused":
+            return "schedule 'fused' is a single kernel of another platform; xla has 'direct' and 'blockwise'"
+        return None
+
+    def heuristic(self, problem: AttentionProblem) -> AttentionConfig:
+        if problem.score_count <= DIRECT_SCORES or min(problem.q_len, problem.kv_len) == 1:
+            return AttentionConfig("direct", platform="xla")
+        block = _block(problem)
+        return AttentionConfig("blockwise", _even(problem.q_len, block), _even(problem.kv_len, block), platform="xla")
+
+    def candidates(self, problem: AttentionProblem) -> list[AttentionConfig]:
+        first = self.heuristic(problem)
+        sizes = [(q, k) for q in (128, 256, 512, 1024) for k in (128, 256, 512, 1024) if q <= k <= 2 * q]
+        fitting = {(_even(problem.q_len, q), _even(problem.kv_len, k)) for q, k in sizes}
+        others = [AttentionConfig("blockwise", q, k, platform="xla") for q, k in sorted(fitting)]
+        direct = [AttentionConfig("direct", platform="xla")] if problem.score_count <= 1 << 28 else []
+        return [first, *(cfg for cfg in direct + others if cfg != first)]
+
+    def solve(
+        self, problem: AttentionProblem, cfg: AttentionConfig
+    ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H T S"] | None]:
+        # Two programs: the output must not wait for, nor depend on, weights that nobody looks at.
+        output = _output(dataclasses.replace(problem, return_weights=False), cfg)
+        return output, direct_weights_program(problem) if problem.return_weights else None
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _output(problem: AttentionProblem, cfg: AttentionConfig) -> Float[Array, "B T H V"]:
+    if cfg.schedule == "direct":
+        return direct_output(problem)
+    assert cfg.block_q is not None
+    assert cfg.block_k is not None
+    return blockwise_output(problem, cfg.block_q, cfg.block_k)
+
+
+direct_weights_program = jax.jit(direct_weights)
+
+
+def _block(problem: AttentionProblem) -> int:
+    """A power of two from 128 to 1024: as large as TILE_SCORES allows, and no larger than a window needs."""
+    most, rows = TILE_SCORES[current_backend()], problem.batch * problem.heads
+    window = None if problem.left is None or problem.right is None else problem.left + problem.right
+    size = 1024
+    while size > 128 and (rows * size * size > most or (window is not None and size > window)):
+        size //= 2
+    return size
+
+
+def _even(length: int, block: int) -> int:
+    """The length cut into as many equal parts as blocks are needed: the last block is then not mostly padding."""
+    return -(-length // -(-length // block)) if length else 1
+
+
+attention = kernel_registry.register("attention", "xla", "any")(XlaAttention())

@@ -1,0 +1,103 @@
+"""The operation through the executor: which platform and which config a call runs with."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel import kernel_registry
+from ejkernel.kernels import _xla
+from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
+from ejkernel.kernels._registry import Backend, current_backend
+from ejkernel.modules.base import default_executor
+from ejkernel.modules.operations.attention import Attention, attention
+from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Tuner
+
+q = jax.random.normal(jax.random.key(0), (1, 32, 2, 8))
+on_cpu = pytest.mark.skipif(current_backend() is not Backend.CPU, reason="says what happens without a GPU")
+
+
+def problem_of(x=q, **options) -> AttentionProblem:
+    return AttentionProblem.from_arguments(x, x, x, dtype=None, **options)
+
+
+@pytest.mark.parametrize("platform", [None, "auto", "xla"])
+def test_platforms_that_always_work(platform):
+    output = attention(q, q, q, dtype=None, platform=platform, return_weights=False)
+    np.testing.assert_allclose(output, _xla.attention(q, q, q, dtype=None)[0], atol=1e-6)
+
+
+@on_cpu
+def test_a_named_platform_runs_or_says_why():
+    with pytest.raises(ValueError, match=r"no implementation of 'attention' for platform 'cuda' here.*NVIDIA GPU"):
+        attention(q, q, q, platform="cuda")
+
+
+def test_the_heuristic_answers_and_an_explicit_config_wins():
+    choice = default_executor().choose(Attention(), problem_of(), platform="xla")
+    assert (str(choice.level), choice.config) == ("heuristics", AttentionConfig("direct", platform="xla"))
+    cfg = AttentionConfig(block_q=8, block_k=4)
+    assert default_executor().choose(Attention(), problem_of(), platform="xla", _cfg=cfg).config == cfg
+    program = str(jax.make_jaxpr(lambda q: attention(q, q, q, dtype=None, cfg=cfg)[0])(q))
+    assert "8,4]" in program  # a tile of 8 queries by 4 keys
+
+
+def test_configs_and_platforms_that_do_not_go_together():
+    with pytest.raises(ValueError, match="'xla' was asked for, but cfg is for platform 'cuda'"):
+        attention(q, q, q, platform="xla", cfg=AttentionConfig("fused", platform="cuda"))
+    with pytest.raises(ValueError, match="schedule 'fused' is a single kernel of another platform"):
+        attention(q, q, q, platform="xla", cfg=AttentionConfig("fused"))
+    with pytest.raises(ValueError, match="schedule 'fused' is a single kernel of another platform"):
+        _xla.attention(q, q, q, cfg=AttentionConfig("fused"))
+
+
+def test_candidates_are_tuned_and_checked():
+    chain = ConfigSelectorChain(ConfigCache(), AutotunePolicy(True, "autotune", validate_backward=True), Tuner(1, 1))
+    x = jnp.ones((1, 300, 2, 8))
+    choice = Executor(chain).choose(
+        Attention(), problem_of(x, causal=True, attention_mask=jnp.ones((1, 300), bool), return_weights=False), platform="xla"
+    )
+    assert str(choice.level) == "autotune"
+    assert choice.config.platform == "xla"
+
+
+def test_stored_configs_are_checked_before_use():
+    from ejkernel.ops import Invocation
+
+    inv = Invocation.of(Attention(), problem_of(), platform="xla")
+    assert Attention().check_cfg(inv, AttentionConfig("direct", platform="xla")) is None
+    assert "fused" in Attention().check_cfg(inv, AttentionConfig("fused"))
+
+
+def test_calls_of_similar_length_share_a_key():
+    from ejkernel.ops import Invocation
+
+    def key(length, **options):
+        return Invocation.of(Attention(), problem_of(jnp.ones((1, length, 2, 8)), **options), platform=None).key
+
+    assert key(900) == key(1000)
+    assert key(900) != key(2000)
+    assert key(900) != key(900, causal=True)
+
+
+def test_signatures_agree():
+    entries = kernel_registry.list_implementations("attention")
+    assert {str(entry.platform) for entry in entries} >= {"xla", "cuda"}
+    kernel_registry.validate_signatures()
+
+
+def test_platform_functions_always_return_the_pair():
+    output, weights = _xla.attention(query=q, key=q, value=q, causal=True, cfg=AttentionConfig(block_q=8, block_k=8))
+    assert (output.shape, weights.shape, output.dtype) == ((1, 32, 2, 8), (1, 2, 32, 32), jnp.bfloat16)
+
+
+def test_eager_calls_compile_once():
+    attention(q, q, q, causal=True, return_weights=False)
+    start = time.perf_counter()
+    for _ in range(20):
+        attention(q, q, q, causal=True, return_weights=False)
+    assert (time.perf_counter() - start) / 20 < 0.02  # compiling takes ten times as long

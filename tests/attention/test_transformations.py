@@ -1,0 +1,149 @@
+"""attention under jit, vmap, checkpoint, scan, shard_map, forward mode; empty and tiny shapes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels._attention import AttentionConfig
+from ejkernel.modules.operations.attention import attention
+from ejkernel.types.mask import MaskInfo
+
+CONFIGS = [AttentionConfig("direct"), AttentionConfig(block_q=8, block_k=8)]
+both_schedules = pytest.mark.parametrize("cfg", CONFIGS, ids=["direct", "blockwise"])
+close = functools.partial(np.testing.assert_allclose, atol=2e-5)
+
+
+def arrays(*lead: int, length: int = 20):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(jax.random.normal(k, (*lead, length, heads, 8)) for k, heads in zip(keys, (4, 2, 2), strict=True))
+
+
+def call(cfg, **options):
+    return lambda q, k, v: attention(q, k, v, dtype=None, causal=True, return_weights=False, cfg=cfg, **options)
+
+
+def gradients(fun):
+    return jax.grad(lambda *args: (fun(*args) ** 2).sum(), (0, 1, 2))
+
+
+@both_schedules
+def test_jit_is_the_same(cfg):
+    args = arrays(2)
+    close(jax.jit(call(cfg))(*args), call(cfg)(*args))
+
+
+@both_schedules
+def test_vmap(cfg):
+    args = arrays(3, 2)
+    mapped = jax.vmap(gradients(call(cfg)))(*args)
+    for n in range(3):
+        for got, want in zip(mapped, gradients(call(cfg))(*(x[n] for x in args)), strict=True):
+            close(got[n], want)
+
+
+@both_schedules
+def test_vmap_over_some_arguments_only(cfg):
+    q, k, v = arrays(2)
+    qs = jnp.stack([q, q * 2])
+    mapped = jax.vmap(call(cfg), (0, None, None))(qs, k, v)
+    close(mapped[1], call(cfg)(q * 2, k, v))
+
+
+def test_vmap_over_segments():
+    q, k, v = arrays(1)
+    ids = jnp.array([[[0] * 9 + [1] * 11], [[0] * 3 + [1] * 4 + [-1] * 13]])
+
+    def run(ids, q, k, v, cfg):
+        return call(cfg, mask_info=MaskInfo.from_segments(ids))(q, k, v)
+
+    got, want = (jax.vmap(lambda i, cfg=cfg: gradients(lambda *a: run(i, *a, cfg))(q, k, v))(ids) for cfg in reversed(CONFIGS))
+    jax.tree.map(close, got, want)
+
+
+@both_schedules
+def test_checkpoint_and_scan(cfg):
+    q, k, v = arrays(2)
+
+    def layers(q):
+        return jax.lax.scan(lambda x, _: (jax.checkpoint(call(cfg))(x, k, v), None), q, None, length=3)[0]
+
+    x = q
+    for _ in range(3):
+        x = call(cfg)(x, k, v)
+    close(layers(q), x)
+    unrolled = jax.grad(lambda q: call(cfg)(call(cfg)(call(cfg)(q, k, v), k, v), k, v).sum())(q)
+    close(jax.jit(jax.grad(lambda q: layers(q).sum()))(q), unrolled)
+
+
+def test_forward_mode_on_the_direct_schedule():
+    q, k, v = arrays(2)
+    fun, direction = call(CONFIGS[0]), jnp.ones_like(q)
+    value, tangent = jax.jvp(lambda q: fun(q, k, v), (q,), (direction,))
+    step = 1e-2
+    difference = (fun(q + step * direction, k, v) - fun(q - step * direction, k, v)) / (2 * step)
+    close(value, fun(q, k, v))
+    np.testing.assert_allclose(tangent, difference, atol=1e-3)
+
+
+@both_schedules
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0), (1, 1), (1, 9), (9, 1), (17, 16), (8, 8)])
+def test_lengths(cfg, q_len, kv_len):
+    q, k, v = jnp.ones((2, q_len, 4, 8)), jnp.ones((2, kv_len, 2, 8)), jnp.ones((2, kv_len, 2, 8))
+    output, weights = attention(q, k, v, dtype=None, cfg=cfg)
+    assert (output.shape, weights.shape) == ((2, q_len, 4, 8), (2, 4, q_len, kv_len))
+    np.testing.assert_allclose(output, 1.0 if kv_len else 0.0, rtol=1e-6)
+    for gradient, x in zip(gradients(lambda *a: attention(*a, dtype=None, cfg=cfg)[0])(q, k, v), (q, k, v), strict=True):
+        assert gradient.shape == x.shape
+        assert np.all(np.isfinite(gradient))
+
+
+def test_an_empty_batch():
+    q = jnp.ones((0, 5, 4, 8))
+    for cfg in CONFIGS:
+        assert attention(q, q, q, cfg=cfg)[0].shape == (0, 5, 4, 8)
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P
+from ejkernel.kernels._attention import AttentionConfig
+from ejkernel.modules.operations.attention import attention
+
+mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+keys = jax.random.split(jax.random.key(0), 3)
+q, k, v = (jax.random.normal(key, (4, 20, heads, 8)) for key, heads in zip(keys, (4, 2, 2)))
+bias, sinks = jax.random.normal(jax.random.key(9), (1, 4, 20, 20)), jnp.ones((4, 1))
+for cfg in (AttentionConfig("direct"), AttentionConfig(block_q=8, block_k=8)):
+    def run(q, k, v, bias, sinks, scale):
+        return attention(q, k, v, bias, softmax_aux=sinks, causal=True, dtype=None, return_weights=False,
+                         softmax_scale=scale, cfg=cfg)
+    specs = (P("x"), P("x"), P("x"), P(), P(), P())
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P("x"))
+    loss = lambda f: lambda *args: (f(*args) ** 2).sum()
+    args = (q, k, v, bias, sinks, jnp.float32(0.3))
+    got, want = (jax.jit(jax.grad(loss(f), tuple(range(6))))(*args) for f in (sharded, run))
+    for x, y in zip(got, want):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)
+print("same")
+"""
+
+
+def test_shard_map():
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED],
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.stdout.strip() == "same", done.stderr[-3000:]
