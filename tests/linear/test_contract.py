@@ -20,7 +20,8 @@ from ejkernel.testing.linear_cases import LinearCase
 
 PATHS = {
     "ejkernel": ["kernel_registry", "Platform", "Backend", "__version__"],
-    "ejkernel.modules": ["attention", "Attention", "AttentionConfig", "recurrent_attention", "gla_attention", "lightning_attention", "RecurrentAttention", "GLAttention",
+    "ejkernel.modules": ["attention", "Attention", "AttentionConfig", "recurrent_attention", "gla_attention",
+                         "lightning_attention", "RecurrentAttention", "GLAttention",
                          "LightningAttention", "RecurrentAttentionConfig", "GLAttentionConfig", "LightningAttentionConfig",
                          "create_default_executor"],
     "ejkernel.modules.operations": ["recurrent_attention", "gla_attention", "lightning_attention", "RecurrentAttention"],
@@ -28,7 +29,8 @@ PATHS = {
     "ejkernel.modules.operations.gated_linear_attention": ["gla_attention", "GLAttention"],
     "ejkernel.modules.operations.lightning_attention": ["lightning_attention", "LightningAttention"],
     "ejkernel.modules.operations.attention": ["attention", "Attention"],
-    "ejkernel.modules.operations.configs": ["AttentionConfig", "RecurrentAttentionConfig", "GLAttentionConfig", "LightningAttentionConfig"],
+    "ejkernel.modules.operations.configs": ["AttentionConfig", "RecurrentAttentionConfig", "GLAttentionConfig",
+                                                 "LightningAttentionConfig"],
     "ejkernel.modules.base": ["detect_platform", "create_default_executor"],
     "ejkernel.kernels._registry": ["kernel_registry", "KernelRegistry", "Platform", "Backend"],
     "ejkernel.kernels._xla": ["attention", "recurrent", "recurrent_gla", "lightning_attn"],
