@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
-from ejkernel.modules.operations.attention import Attention, attention, executor
-from ejkernel.testing.attention_cases import relative_rms
+from ejkernel.modules.base import default_executor
+from ejkernel.modules.operations.attention import Attention, attention
+from ejkernel.testing.compare import relative_rms
 from ejkernel.types.mask import MaskInfo
 
 SHAPES = [(8, 2048, 16, 128), (4, 4096, 32, 64), (1, 16384, 16, 128)]
@@ -79,7 +80,9 @@ def errors(shape: tuple[int, int, int, int]) -> dict[str, float]:
 def compare(shape: tuple[int, int, int, int]) -> bool:
     batch, length, heads, channels = shape
     args = inputs(shape)
-    choice = executor.choose(Attention(), AttentionProblem.from_arguments(*args[:3], causal=True, return_weights=False))
+    choice = default_executor().choose(
+        Attention(), AttentionProblem.from_arguments(*args[:3], causal=True, return_weights=False)
+    )
     found = errors(shape)
     right = max(found.values()) < LIMIT
     print(f"{shape}: auto runs {choice.config.platform}; errors " + ", ".join(f"{n} {e:.1e}" for n, e in found.items()))

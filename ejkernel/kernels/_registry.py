@@ -148,12 +148,17 @@ class KernelRegistry:
         for entry in candidates:
             if wanted is not None and entry.platform is not wanted:
                 continue
-            reason = _wrong_device(entry, device) or (None if problem is None else entry.refusal(problem))
+            reason = self.refusal(entry, problem, device)
             if reason is None:
                 return entry
             refused.append(f"{entry.platform} ({entry.backend}): {reason}")
         refused += [f"{at}: its import failed: {why}" for at, why in self._failures(algorithm).items() if wanted in (None, at)]
         raise ValueError(_no_implementation(algorithm, wanted, device, refused, candidates))
+
+    def refusal(self, entry: Implementation, problem: Any = None, backend: Backend | str | None = None) -> str | None:
+        """Why an implementation cannot take a call on a device; None when it can."""
+        device = as_backend(backend) or current_backend()
+        return _wrong_device(entry, device) or (None if problem is None else entry.refusal(problem))
 
     def list_algorithms(self) -> list[str]:
         """The algorithms that have an implementation."""

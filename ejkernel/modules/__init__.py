@@ -1,1 +1,33 @@
 """What users call: the operations, their configurations and the executor they share."""
+
+from ejkernel.modules.base import create_default_executor
+from ejkernel.modules.operations import (
+    Attention,
+    AttentionConfig,
+    GLAttention,
+    GLAttentionConfig,
+    LightningAttention,
+    LightningAttentionConfig,
+    RecurrentAttention,
+    RecurrentAttentionConfig,
+    attention,
+    gla_attention,
+    lightning_attention,
+    recurrent_attention,
+)
+
+__all__ = [
+    "Attention",
+    "AttentionConfig",
+    "GLAttention",
+    "GLAttentionConfig",
+    "LightningAttention",
+    "LightningAttentionConfig",
+    "RecurrentAttention",
+    "RecurrentAttentionConfig",
+    "attention",
+    "create_default_executor",
+    "gla_attention",
+    "lightning_attention",
+    "recurrent_attention",
+]

@@ -1,7 +1,10 @@
-"""What every operation shares: the executor that picks its configuration."""
+"""What every operation shares: the executor that picks its configuration, and the platform it would run on."""
 
 from __future__ import annotations
 
+import functools
+
+from ejkernel.kernels._registry import Platform, kernel_registry
 from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Executor, PersistentCache, Tuner
 from ejkernel.ops.config.cache import shared_cache
 
@@ -18,3 +21,26 @@ def create_default_executor(policy: AutotunePolicy | None = None) -> Executor:
     """
     chosen = AutotunePolicy(validate_backward=True) if policy is None else policy
     return Executor(ConfigSelectorChain(cache=shared_cache(), policy=chosen, tuner=Tuner(), persistent=PersistentCache))
+
+
+@functools.cache
+def default_executor() -> Executor:
+    """The executor that all operations share."""
+    return create_default_executor()
+
+
+def detect_platform(algorithm: str, platform: str | Platform | None = None) -> Platform:
+    """The platform that runs an algorithm here: the one named, if it can, or the best there is for None and "auto".
+
+    Args:
+        algorithm: a name that the registry knows: "recurrent", "recurrent_gla", "lightning_attn", "attention".
+        platform: "xla", "triton", "pallas", "cuda", "auto" or None.
+
+    Raises:
+        ValueError: no implementation fits; the message says what exists and why each was refused.
+
+    Example:
+        >>> str(detect_platform("recurrent", "xla"))
+        'xla'
+    """
+    return kernel_registry.select(algorithm, platform).platform

@@ -26,8 +26,6 @@ def tune(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Returns:
         What was chosen for each call, by which level, with times and losers. Print it for a table.
 
-    Example:
-        >>> print(tune(train_step, params, batch))    # doctest: +SKIP
     """
     arrays, layout = split(args, kwargs)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
+from ejkernel.ops.invocation import is_float
 from ejkernel.ops.kernel import Kernel
 
 # Room for another order of summation and for the reduced-precision products of accelerators; a wrong kernel is far outside.
@@ -25,7 +26,7 @@ def default_tolerance(dtype: Any) -> float:
 
 def nan_in(tree: Any) -> bool:
     """Whether any float of a pytree is NaN."""
-    return any(_is_float(leaf) and bool(jnp.isnan(leaf).any()) for leaf in tree_util.tree_leaves(tree))
+    return any(is_float(leaf) and bool(jnp.isnan(leaf).any()) for leaf in tree_util.tree_leaves(tree))
 
 
 def difference(kernel: Kernel, expected: Any, found: Any, what: str) -> str | None:
@@ -59,7 +60,7 @@ def _leaf_difference(kernel: Kernel, right: Any, leaf: Any, where: str) -> str |
         return None
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         right, leaf = jax.random.key_data(right), jax.random.key_data(leaf)
-    if not _is_float(right):
+    if not is_float(right):
         return None if bool((right == leaf).all()) else f"its {where} differs"
     nan, largest, rms = (float(value) for value in _errors(right, leaf))
     if nan:
@@ -82,10 +83,6 @@ def _errors(right: jax.Array, leaf: jax.Array) -> tuple[jax.Array, jax.Array, ja
     largest = error.max() / jnp.maximum(size.max(), tiny)
     rms = jnp.sqrt((error**2).mean()) / jnp.maximum(jnp.sqrt((size**2).mean()), tiny)
     return unequal.any(), largest, rms
-
-
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def _kind(leaf: Any) -> str:

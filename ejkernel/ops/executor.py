@@ -14,7 +14,7 @@ from ejkernel.ops import collecting
 from ejkernel.ops.config.overlay import active
 from ejkernel.ops.config.policy import VARIABLE
 from ejkernel.ops.config.selection import Choice, ConfigSelectorChain
-from ejkernel.ops.invocation import Invocation, inner, split
+from ejkernel.ops.invocation import Invocation, mapped_axes, split, underneath
 from ejkernel.ops.kernel import Cfg, Kernel, Out
 from ejkernel.ops.key import thread_settings
 from ejkernel.ops.plan import Plan
@@ -29,15 +29,24 @@ class Executor:
     found again by the shapes, dtypes and static values of its arguments.
 
     Example:
-        >>> executor = Executor(ConfigSelectorChain(persistent=PersistentCache))    # doctest: +SKIP
-        >>> y = executor(MyKernel(), x)                                             # doctest: +SKIP
+        >>> class Power(Kernel[int, jax.Array]):
+        ...     op_id = "power"
+        ...     def run(self, x, *, cfg):
+        ...         return x**cfg
+        ...     def heuristic_cfg(self, inv):
+        ...         return len(inv.args[0].shape)
+        >>> executor = Executor(ConfigSelectorChain())
+        >>> float(executor(Power(), np.float32(3))), float(executor(Power(), np.float32(3), _cfg=2))
+        (1.0, 9.0)
+        >>> executor.choose(Power(), np.ones((5, 5), np.float32)).config
+        2
     """
 
     def __init__(self, chooser: ConfigSelectorChain):
         """Args: chooser: what picks the configurations."""
         self.chooser = chooser
-        self._plans: dict[Any, Plan] = {}
-        self._eager: dict[Any, Plan] = {}
+        self._plans: dict[Any, Plan] = {}  # by kernel, configuration and arrangement of arguments
+        self._known: dict[Any, Plan] = {}  # by all that a choice depends on
 
     def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, _cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Runs `kernel` on the arguments.
@@ -46,33 +55,23 @@ class Executor:
             *args, **kwargs: pytrees; their arrays are data, all other leaves are static and must be hashable.
             _cfg: an explicit configuration; it wins over everything and is used as given.
         """
-        leaves, treedef = tree_util.tree_flatten((args, kwargs))
         if collecting.current() is not None:
             return self._listed(kernel, args, kwargs, _cfg)
-        known = _signature(leaves)
-        if known is None:
-            return self._traced(kernel, args, kwargs, _cfg)
-        arrays, signature = known
+        leaves, treedef = tree_util.tree_flatten((args, kwargs))
+        arrays, signature, concrete = _signature(leaves)
         name = (kernel, treedef, signature, _cfg, *self._surroundings())
         try:
-            plan = self._eager.get(name)
+            plan = self._known.get(name)
         except TypeError as problem:
             raise TypeError(f"{kernel.op_id}: every static argument, and cfg, must be hashable ({problem}).") from None
         if plan is None:
             plan = self._plan(kernel, args, kwargs, self.choose(kernel, *args, _cfg=_cfg, **kwargs))
-            _remember(self._eager, name, plan)
-        return plan.inline(*arrays) if inside_jit() else plan.compiled(*arrays)
+            _remember(self._known, name, plan)
+        return plan.compiled(*arrays) if concrete and not inside_jit() else plan.inline(*arrays)
 
     def choose(self, kernel: Kernel[Cfg, Out], *args: Any, _cfg: Cfg | None = None, **kwargs: Any) -> Choice:
         """The configuration that a call would run with, and which level chose it, without running it."""
         return self.chooser.choose(Invocation.of(kernel, *args, **kwargs), _cfg)
-
-    def _traced(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
-        plan = self._plan(kernel, args, kwargs, self.choose(kernel, *args, _cfg=cfg, **kwargs))
-        arrays, _ = split(args, kwargs)
-        # An eager jax.grad or jax.vmap comes here too, and deserves the compiled function.
-        eager = not inside_jit() and all(_concrete_underneath(array) for array in arrays)
-        return plan.compiled(*arrays) if eager else plan.inline(*arrays)
 
     def _listed(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
         """Adds the call to the list being made, and runs it with any configuration, since only shapes matter."""
@@ -84,14 +83,13 @@ class Executor:
         return Plan(kernel, kernel.heuristic_cfg(inv) if cfg is None else cfg, layout).inline(*arrays)
 
     def _plan(self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice) -> Plan:
+        """The plan for a choice, shared by all shapes that make the same one."""
         _, layout = split(args, kwargs)
-        try:
-            plan = self._plans.get((kernel, choice.config, layout))
-        except TypeError as problem:
-            raise TypeError(f"{kernel.op_id}: every static argument, and cfg, must be hashable ({problem}).") from None
+        name = (kernel, choice.config, layout)
+        plan = self._plans.get(name)
         if plan is None:
             plan = Plan(kernel, choice.config, layout)
-            _remember(self._plans, (kernel, choice.config, layout), plan)
+            _remember(self._plans, name, plan)
         return plan
 
     def _surroundings(self) -> tuple[Any, ...]:
@@ -99,28 +97,30 @@ class Executor:
         return self.chooser.generation, active(), os.environ.get(VARIABLE), *thread_settings()
 
 
-def _signature(leaves: list[Any]) -> tuple[list[Any], tuple[Any, ...]] | None:
-    """The arrays among the leaves and what is known of all leaves; None when one of them is traced."""
+def _signature(leaves: list[Any]) -> tuple[list[Any], tuple[Any, ...], bool]:
+    """The arrays among the leaves, what a choice depends on of all leaves, and whether every array has a value.
+
+    The tracers of an eager `jax.grad` or `jax.vmap` have a value underneath.
+    """
     arrays: list[Any] = []
     signature: list[Any] = []
+    traced, concrete = False, True
     for leaf in leaves:
         if isinstance(leaf, jax.Array):
+            value = leaf
             if isinstance(leaf, jax.core.Tracer):
-                return None
+                traced, value = True, underneath(leaf)
+                concrete = concrete and value is not None
             arrays.append(leaf)
-            signature += (leaf.aval, leaf.sharding)
+            signature += (leaf.aval, getattr(value, "sharding", None))
         elif isinstance(leaf, (np.ndarray, np.generic)):
             arrays.append(leaf)
             signature += (leaf.shape, leaf.dtype)
         else:
             signature += (type(leaf), leaf)
-    return arrays, tuple(signature)
-
-
-def _concrete_underneath(array: Any) -> bool:
-    while isinstance(array, jax.core.Tracer):
-        array = inner(array)
-    return array is not None
+    if traced:
+        signature.append(mapped_axes(arrays))
+    return arrays, tuple(signature), concrete
 
 
 def _remember(store: dict[Any, Plan], name: Any, plan: Plan) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.ops.invocation import Invocation, split
+from ejkernel.ops.invocation import Invocation, parts, split
 
 
 def random_arguments(inv: Invocation, key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -34,5 +34,5 @@ def random_array(shape: tuple[int, ...], dtype: Any, key: jax.Array) -> jax.Arra
 
 def local_shape(array: Any) -> tuple[int, ...]:
     """The shape of one device's part of an array."""
-    sharding = getattr(array, "sharding", None)
-    return tuple(array.shape) if sharding is None else tuple(sharding.shard_shape(tuple(array.shape)))
+    split_into = parts(array.shape, getattr(array, "sharding", None))
+    return tuple(-(-size // ways) for size, ways in zip(array.shape, split_into, strict=True))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
@@ -22,6 +24,11 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 def is_array(leaf: Any) -> bool:
     """Whether a leaf of the arguments is data; everything else is a static value."""
     return isinstance(leaf, _ARRAYS)
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether an array or scalar holds real or complex floats, and so can have a gradient."""
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,8 @@ class Invocation(Generic[Cfg, Out]):
 
     kernel: Kernel[Cfg, Out]
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    device: jax.Device = field(repr=False)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    device: jax.Device = field(default_factory=default_device, repr=False)
     mapped: tuple[MappedAxis, ...] = ()
 
     @classmethod
@@ -81,7 +88,7 @@ class Invocation(Generic[Cfg, Out]):
         kernel.check_identity()
         arrays, layout = split(args, kwargs)
         abstract = layout.rebuild([_abstract(array) for array in arrays])
-        return cls(kernel, abstract[0], abstract[1], _device_of(arrays), _mapped_axes(arrays))
+        return cls(kernel, abstract[0], abstract[1], _device_of(arrays), mapped_axes(arrays))
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -121,7 +128,7 @@ class Invocation(Generic[Cfg, Out]):
         return json.dumps({**self._call(), "environment": surroundings}, sort_keys=True, separators=(",", ":"))
 
     def _call(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {
+        made: dict[str, Any] = {
             "op": self.kernel.op_id,
             "version": self.kernel.version,
             "arrays": self.shapes,
@@ -130,7 +137,7 @@ class Invocation(Generic[Cfg, Out]):
         }
         own = {name: value for name, value in vars(self.kernel).items() if name not in ("op_id", "version")}
         extra = {"kernel": stable_text(own, f"an attribute of {self.kernel!r}") if own else "", "settings": settings()}
-        return {**parts, **{name: value for name, value in extra.items() if value}}
+        return {**made, **{name: value for name, value in extra.items() if value}}
 
     def _shape_text(self, name: str, leaf: Any, position: int | None) -> str:
         shape = tuple(leaf.shape)
@@ -139,7 +146,7 @@ class Invocation(Generic[Cfg, Out]):
         text = f"{leaf.dtype}[{','.join(sizes)}]"
         sharding = getattr(leaf, "sharding", None)
         if sharding is not None:
-            text += f" sharded {stable_text(sharding.spec, name)} over {dict(sharding.mesh.shape)}"
+            text += f" split {'x'.join(map(str, parts(shape, sharding)))}"
         if position is None:  # an array that is a default value of `run`
             return text
         axes = ((level, mapped.size, mapped.axes[position]) for level, mapped in enumerate(self.mapped))
@@ -179,23 +186,36 @@ def _abstract(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _visible_sharding(array: Any) -> Any:
-    """The named sharding of an array over more than one device; None where it is trivial or not visible."""
-    tracer = isinstance(array, jax.core.Tracer)
-    sharding = getattr(array.aval if tracer else array, "sharding", None)
-    if not isinstance(sharding, jax.sharding.NamedSharding) or all(part is None for part in sharding.spec):
-        return None
-    return sharding
+    """The named sharding of an array that is split between devices; None where it is not, or not visible."""
+    value = underneath(array)
+    if isinstance(array, jax.core.Tracer) and (value is None or getattr(value, "ndim", 0) != array.ndim):
+        sharding = getattr(array.aval, "sharding", None)
+    else:
+        sharding = getattr(value, "sharding", None)
+    return None if all(part == 1 for part in parts(array.shape, sharding)) else sharding
+
+
+def parts(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
+    """Into how many parts a sharding splits each axis of an array. All ones where it is none that names its axes."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return (1,) * len(shape)
+    sizes = dict(sharding.mesh.shape)
+    named = [() if axes is None else axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec]
+    ways = [math.prod(sizes.get(axis, 1) for axis in axes) for axes in named]
+    return tuple(ways + [1] * (len(shape) - len(ways)))
 
 
 def _device_of(arrays: Sequence[Any]) -> jax.Device:
     for array in arrays:
-        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-            devices: list[Any] = list(array.sharding.addressable_devices)
-            return min(devices, key=lambda device: device.id)
+        value = underneath(array)
+        if isinstance(value, jax.Array):
+            here: list[Any] = list(value.sharding.addressable_devices)
+            if here:
+                return min(here, key=lambda device: device.id)
     return default_device()
 
 
-def _mapped_axes(arrays: Sequence[Any]) -> tuple[MappedAxis, ...]:
+def mapped_axes(arrays: Sequence[Any]) -> tuple[MappedAxis, ...]:
     """The vmaps around a call, innermost first.
 
     Tracers are looked through the way `jax.vmap` and `jax.grad` nest them; under `jit` nothing further is visible.
@@ -223,3 +243,10 @@ def inner(tracer: Any) -> Any:
     if hasattr(tracer, "batch_dim"):
         return tracer.val
     return getattr(tracer, "primal", None)
+
+
+def underneath(array: Any) -> Any:
+    """The array that tracers wrap, or the array itself; None where there is no value yet."""
+    while isinstance(array, jax.core.Tracer):
+        array = inner(array)
+    return array

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args, get_origin
 
 import jax
+
+from ejkernel.ops.key import check_op_id
 
 if TYPE_CHECKING:
     from ejkernel.ops.invocation import Invocation
 
 Cfg = TypeVar("Cfg")
 Out = TypeVar("Out")
-
-_LEGAL_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class Kernel(Generic[Cfg, Out]):
@@ -149,10 +148,6 @@ class Kernel(Generic[Cfg, Out]):
 
     def check_identity(self) -> None:
         """ValueError unless `op_id` can name a folder and `version` is an integer."""
-        if not isinstance(self.op_id, str) or not _LEGAL_ID.fullmatch(self.op_id):
-            raise ValueError(
-                f"{type(self).__name__}.op_id must be letters, digits, '_', '.' and '-', not starting with '.' or '-'; "
-                f"got {self.op_id!r}."
-            )
+        check_op_id(self.op_id, f"{type(self).__name__}.op_id")
         if not isinstance(self.version, int):
             raise ValueError(f"{type(self).__name__}.version must be an integer; got {self.version!r}.")

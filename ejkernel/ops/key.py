@@ -19,7 +19,14 @@ import numpy as np
 from ejkernel._version import __version__
 
 _settings: Any = jax.config  # whose attributes come from flags, which type checkers do not see
+_LEGAL_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def check_op_id(op_id: Any, where: str) -> None:
+    """ValueError unless `op_id` can name an operation and its folder."""
+    if not isinstance(op_id, str) or not _LEGAL_ID.fullmatch(op_id):
+        raise ValueError(f"{where} must be letters, digits, '_', '.' and '-', not starting with '.' or '-'; got {op_id!r}.")
 
 
 def bucket(length: int) -> int:

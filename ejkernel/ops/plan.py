@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from ejkernel.ops.invocation import Layout, is_array
+from ejkernel.ops.invocation import Layout, is_array, is_float
 from ejkernel.ops.kernel import Kernel
 
 
@@ -74,7 +74,7 @@ def _gradient_leaves(kernel: Kernel[Any, Any], args: tuple[Any, ...], gradients:
 
 
 def _checked_gradient(kernel: Kernel[Any, Any], position: int, leaf: Any, gradient: Any) -> Any:
-    if gradient is None or not _is_float(leaf):
+    if gradient is None or not is_float(leaf):
         return _zero(leaf)
     if jnp.shape(gradient) != jnp.shape(leaf):
         raise ValueError(
@@ -86,15 +86,11 @@ def _checked_gradient(kernel: Kernel[Any, Any], position: int, leaf: Any, gradie
 
 def _refuse_keyword_floats(kernel: Kernel[Any, Any], kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
-        if any(is_array(leaf) and _is_float(leaf) for leaf in tree_util.tree_leaves(value)):
+        if any(is_array(leaf) and is_float(leaf) for leaf in tree_util.tree_leaves(value)):
             raise TypeError(
                 f"{kernel!r} defines its own gradient, which covers positional arguments; pass {name!r} by position."
             )
 
 
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
 def _zero(leaf: Any) -> Any:
-    return jnp.zeros_like(leaf) if _is_float(leaf) else np.zeros(jnp.shape(leaf), jax.dtypes.float0)
+    return jnp.zeros_like(leaf) if is_float(leaf) else np.zeros(jnp.shape(leaf), jax.dtypes.float0)

@@ -20,6 +20,7 @@ from ejkernel.ops.tuner import Tuned, Tuner, TuningFailed
 from ejkernel.ops.worker import OvertimeError, Worker
 
 _COMPILING_SHARE = 0.75  # of the time; the rest is for measuring what compiled
+_ENOUGH_ROUNDS = 5  # won by chance once in 32 times between equals
 _HOPELESS = 2.0  # times the best: not measured further after three rounds
 
 
@@ -69,13 +70,15 @@ class Race:
             raise self._failure(f"making the arguments: {late}") from None
         except Exception as problem:
             raise self._failure(f"making the arguments: {_reason(problem)}") from problem
-        if self.backward and self.inv.kernel.differentiable(self.inv):
+        if self.backward:
             self._add_gradients(heuristic)
         self.trials = [Trial(config) for config in (heuristic, *others)]
         return self.trials[0]
 
     def _add_gradients(self, heuristic: Any) -> None:
         def add() -> Inputs:
+            if not self.inv.kernel.differentiable(self.inv):
+                return self.inputs
             inputs = self.inputs.with_cotangents(heuristic)
             jax.eval_shape(inputs.runner(heuristic))  # whether it can be differentiated at all, without compiling
             return inputs
@@ -138,7 +141,10 @@ class Race:
         best = min((trial for trial in self.trials if trial.reason is None), key=lambda trial: trial.seconds)
         gain = 1 - best.seconds / heuristic.seconds
         noise = 2 * (best.noise**2 + heuristic.noise**2) ** 0.5
-        return best if gain > max(self.tuner.min_gain, noise) else heuristic
+        # On a busy machine times scatter widely, but whoever is faster in every single round is faster.
+        rounds = list(zip(best.samples, heuristic.samples, strict=False))
+        steady = len(rounds) >= _ENOUGH_ROUNDS and all(mine < its for mine, its in rounds)
+        return best if gain > self.tuner.min_gain and (gain > noise or steady) else heuristic
 
     def _left(self) -> float:
         return self.start + self.tuner.max_seconds - time.monotonic()

@@ -15,7 +15,7 @@ from jax import tree_util
 
 from ejkernel.ops.config.codec import to_fields
 from ejkernel.ops.inputs import random_array
-from ejkernel.ops.invocation import Invocation, Layout, split
+from ejkernel.ops.invocation import Invocation, Layout, is_float, split
 from ejkernel.ops.plan import Plan
 
 _SHORTEST_SAMPLE = 1e-3  # seconds; shorter calls are timed several at a time
@@ -50,7 +50,7 @@ class Trial:
             return 0.1  # too few to tell
         middle = self.seconds
         deviation = 1.4826 * statistics.median(abs(sample - middle) for sample in self.samples)
-        return 1.2533 * deviation / math.sqrt(len(self.samples)) / middle
+        return 1.2533 * deviation / math.sqrt(len(self.samples)) / max(middle, 1e-12)
 
     def first(self, inputs: Inputs, warmup: int) -> Any:
         """Compiles and warms up; gives the result and fixes how many calls make one sample."""
@@ -106,9 +106,9 @@ class Inputs:
     def with_cotangents(self, config: Any) -> Inputs:
         """The same with gradients; itself where nothing can be differentiated."""
         outputs = jax.eval_shape(self._function(config), *self.arrays)
-        if not any(map(_is_float, self.arrays)) or not any(map(_is_float, tree_util.tree_leaves(outputs))):
+        if not any(map(is_float, self.arrays)) or not any(map(is_float, tree_util.tree_leaves(outputs))):
             return self
-        leaves = [leaf for leaf in tree_util.tree_leaves(outputs) if _is_float(leaf)]
+        leaves = [leaf for leaf in tree_util.tree_leaves(outputs) if is_float(leaf)]
         keys = jax.random.split(jax.random.key(1), len(leaves))
         floats = [random_array(leaf.shape, leaf.dtype, key) for leaf, key in zip(leaves, keys, strict=True)]
         return Inputs(self.inv, self.arrays, self.layout, floats)
@@ -134,12 +134,8 @@ def _with_gradients(function: Callable[..., Any], arrays: list[Any], cotangents:
 
     def of_floats(floats: list[Any]) -> tuple[list[Any], Any]:
         rest = iter(floats)
-        result = function(*(next(rest) if _is_float(array) else array for array in arrays))
-        return [leaf for leaf in tree_util.tree_leaves(result) if _is_float(leaf)], result
+        result = function(*(next(rest) if is_float(array) else array for array in arrays))
+        return [leaf for leaf in tree_util.tree_leaves(result) if is_float(leaf)], result
 
-    _, pull, result = jax.vjp(of_floats, [array for array in arrays if _is_float(array)], has_aux=True)
+    _, pull, result = jax.vjp(of_floats, [array for array in arrays if is_float(array)], has_aux=True)
     return result, pull(cotangents)[0]
-
-
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)

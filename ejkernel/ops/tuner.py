@@ -29,11 +29,12 @@ class Tuner:
     """Measures candidates on random arguments of a call's shapes and dtypes.
 
     Every candidate is compiled, run, compared with the heuristic's result (and gradients), and timed in rounds: one sample of
-    each candidate per round, in alternating order, so that a machine that slows down slows all of them. The median counts. The
-    heuristic stays unless another is faster by more than the noise and `min_gain`. A candidate that fails, runs out of memory
-    or time, or computes something else is rejected with its reason.
+    each candidate per round, in alternating order, so that a machine that slows down slows all of them. The median counts.
+    The heuristic stays unless another is faster by `min_gain` and by more than the noise, or in every round. A candidate that
+    fails, runs out of memory or time, or computes something else is rejected with its reason.
 
-    All of it happens in a thread of its own on concrete arrays: a caller that is tracing is not disturbed.
+    All of it happens in a thread of its own on concrete arrays: a caller that is tracing is not disturbed. A candidate that
+    hangs cannot be stopped inside the process; its thread is left behind, and may slow down what runs after it.
     """
 
     def __init__(

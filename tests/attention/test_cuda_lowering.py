@@ -72,7 +72,7 @@ def test_lowers_to_one_cudnn_call_each_way(options, call):
 
 def test_traced_segments_go_by_a_mask():
     q, k, v = arrays()
-    traced = lambda q, k, v, ids: run(mask_info=MaskInfo.from_segments(ids), causal=True)(q, k, v)  # noqa: E731
+    traced = lambda q, k, v, ids: run(mask_info=MaskInfo.from_segments(ids), causal=True)(q, k, v)
     assert calls(traced, q, k, v, jnp.asarray(PACKED)) == [("fmhaScaleBiasSoftmax", "NO_MASK")]
 
 
@@ -166,7 +166,7 @@ def test_every_case_that_runs_on_a_gpu_lowers_for_it(case):
     options = case.options
 
     def gradients(*arrays):
-        run = lambda *x: cuda_attention(**dict(zip(names, x, strict=True)), **options)[0].astype(jnp.float32).sum()  # noqa: E731
+        run = lambda *x: cuda_attention(**dict(zip(names, x, strict=True)), **options)[0].astype(jnp.float32).sum()
         return jax.grad(run, tuple(range(len(names))))(*arrays)
 
     assert len(calls(gradients, *(case.arrays[name] for name in names))) == 2

@@ -12,8 +12,10 @@ import pytest
 from ejkernel.kernels._attention import AttentionProblem
 from ejkernel.kernels._cuda import attention as cuda_attention
 from ejkernel.kernels._registry import Backend, current_backend
-from ejkernel.modules.operations.attention import Attention, attention, executor
-from ejkernel.testing.attention_cases import AttentionCase, relative_rms
+from ejkernel.modules.base import default_executor
+from ejkernel.modules.operations.attention import Attention, attention
+from ejkernel.testing.attention_cases import AttentionCase
+from ejkernel.testing.compare import relative_rms
 from ejkernel.types.mask import MaskInfo
 
 pytestmark = [
@@ -73,10 +75,10 @@ def test_traced_segments():
 def test_auto_takes_cudnn_where_it_covers_the_call():
     q = jnp.ones((1, 256, 4, 64), jnp.bfloat16)
     covered = AttentionProblem.from_arguments(q, q, q, causal=True)
-    assert executor.choose(Attention(), covered).config.platform == "cuda"
+    assert default_executor().choose(Attention(), covered).config.platform == "cuda"
     for options in ({"logits_soft_cap": 3.0}, {"dtype": jnp.float32}):
         other = AttentionProblem.from_arguments(q, q, q, causal=True, **options)
-        assert executor.choose(Attention(), other).config.platform == "xla"
+        assert default_executor().choose(Attention(), other).config.platform == "xla"
         output = attention(q, q, q, causal=True, return_weights=False, **options)
         np.testing.assert_allclose(output.astype(jnp.float32), 1, rtol=1e-2)
     with pytest.raises(ValueError, match="float16 and bfloat16"):
@@ -94,7 +96,7 @@ def test_vmap_over_all_operands():
 def test_long_blockwise_on_xla():
     q, k, v = (jax.random.normal(jax.random.key(n), (1, 3000, 4, 64), jnp.float32) for n in range(3))
     problem = AttentionProblem.from_arguments(q, k, v, causal=True, dtype=None)
-    assert executor.choose(Attention(), problem).config.schedule == "blockwise"
+    assert default_executor().choose(Attention(), problem).config.schedule == "blockwise"
     got = attention(q, k, v, causal=True, dtype=None, return_weights=False)
     want = jax.nn.dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)), is_causal=True)
     assert relative_rms(np.asarray(got), np.asarray(want)) < 2e-3  # the other side computes in TF32

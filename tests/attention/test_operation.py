@@ -13,8 +13,9 @@ from ejkernel import kernel_registry
 from ejkernel.kernels import _xla
 from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.kernels._registry import Backend, current_backend
-from ejkernel.modules.operations.attention import Attention, attention, executor
-from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Tuner
+from ejkernel.modules.base import default_executor
+from ejkernel.modules.operations.attention import Attention, attention
+from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Invocation, Tuner
 
 q = jax.random.normal(jax.random.key(0), (1, 32, 2, 8))
 on_cpu = pytest.mark.skipif(current_backend() is not Backend.CPU, reason="says what happens without a GPU")
@@ -37,10 +38,10 @@ def test_a_named_platform_runs_or_says_why():
 
 
 def test_the_heuristic_answers_and_an_explicit_config_wins():
-    choice = executor.choose(Attention(), problem_of(), platform="xla")
+    choice = default_executor().choose(Attention(), problem_of(), platform="xla")
     assert (str(choice.level), choice.config) == ("heuristics", AttentionConfig("direct", platform="xla"))
     cfg = AttentionConfig(block_q=8, block_k=4)
-    assert executor.choose(Attention(), problem_of(), platform="xla", _cfg=cfg).config == cfg
+    assert default_executor().choose(Attention(), problem_of(), platform="xla", _cfg=cfg).config == cfg
     program = str(jax.make_jaxpr(lambda q: attention(q, q, q, dtype=None, cfg=cfg)[0])(q))
     assert "8,4]" in program  # a tile of 8 queries by 4 keys
 
@@ -65,16 +66,12 @@ def test_candidates_are_tuned_and_checked():
 
 
 def test_stored_configs_are_checked_before_use():
-    from ejkernel.ops import Invocation
-
     inv = Invocation.of(Attention(), problem_of(), platform="xla")
     assert Attention().check_cfg(inv, AttentionConfig("direct", platform="xla")) is None
     assert "fused" in Attention().check_cfg(inv, AttentionConfig("fused"))
 
 
 def test_calls_of_similar_length_share_a_key():
-    from ejkernel.ops import Invocation
-
     def key(length, **options):
         return Invocation.of(Attention(), problem_of(jnp.ones((1, length, 2, 8)), **options), platform=None).key
 

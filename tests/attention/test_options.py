@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels._attention import AttentionConfig
-from ejkernel.modules.operations.attention import attention
+from ejkernel.modules import attention
 from ejkernel.testing.attention_reference import attention_reference
 from ejkernel.types.mask import MaskInfo
 
@@ -60,7 +60,7 @@ def test_weights_are_what_multiplies_value(cfg):
 def test_gradient_through_the_weights():
     q, k, v = arrays()
     cfg = BLOCKWISE
-    loss = lambda q, cfg: (attention(q, k, v, dtype=None, cfg=cfg)[1] ** 2).sum()  # noqa: E731
+    loss = lambda q, cfg: (attention(q, k, v, dtype=None, cfg=cfg)[1] ** 2).sum()
     np.testing.assert_allclose(jax.grad(loss)(q, cfg), jax.grad(loss)(q, DIRECT), atol=1e-6)
 
 
@@ -98,7 +98,7 @@ def test_float64_is_computed_in_float64():
 def test_nothing_is_in_float64_unless_inputs_are(cfg):
     with jax.enable_x64(True):
         q, k, v = (x.astype(jnp.float32) for x in arrays(dtype=jnp.float32))
-        fun = lambda q: attention(q, k, v, dtype=None, causal=True, softmax_aux=jnp.zeros(1, jnp.float32), cfg=cfg)  # noqa: E731
+        fun = lambda q: attention(q, k, v, dtype=None, causal=True, softmax_aux=jnp.zeros(1, jnp.float32), cfg=cfg)
         program = str(jax.make_jaxpr(lambda q: jax.vjp(fun, q)[1](fun(q)))(q))
         assert not re.search(r"f64\[\d", program)  # numbers such as -inf are f64[] and take the other side's dtype
 
@@ -143,7 +143,7 @@ def test_a_row_without_keys_gives_zeros_and_zero_gradients(cfg):
     q, k, v = arrays()
     mask = jnp.ones((B, T, S), bool).at[:, 3].set(False)
     bias = jnp.zeros((B, 1, T, S)).at[:, :, 5].set(-jnp.inf)
-    fun = lambda q, k, v, bias: attention(q, k, v, bias, attention_mask=mask, dtype=None, cfg=cfg)[0]  # noqa: E731
+    fun = lambda q, k, v, bias: attention(q, k, v, bias, attention_mask=mask, dtype=None, cfg=cfg)[0]
     output, pull = jax.vjp(fun, q, k, v, bias)
     dq, dk, dv, dbias = pull(jnp.ones_like(output))
     for row in (3, 5):
@@ -210,7 +210,7 @@ def test_no_sinks_is_as_none_and_sinks_of_minus_infinity_too():
     q, k, v = arrays()
     plain = attention(q, k, v, dtype=None)[0]
     np.testing.assert_array_equal(attention(q, k, v, softmax_aux=jnp.zeros((H, 0)), dtype=None)[0], plain)
-    fun = lambda sinks, cfg: attention(q, k, v, softmax_aux=sinks, dtype=None, cfg=cfg)[0].sum()  # noqa: E731
+    fun = lambda sinks, cfg: attention(q, k, v, softmax_aux=sinks, dtype=None, cfg=cfg)[0].sum()
     for cfg in (DIRECT, BLOCKWISE):
         value, grad = jax.value_and_grad(fun)(jnp.full((H, 2), -jnp.inf), cfg)
         np.testing.assert_allclose(value, plain.sum(), rtol=1e-4)
@@ -221,7 +221,7 @@ def test_no_sinks_is_as_none_and_sinks_of_minus_infinity_too():
 def test_traced_scale_and_its_gradient(cfg):
     q, k, v = arrays()
     d_output = np.random.default_rng(0).normal(size=(B, T, H, D)).astype(np.float32)
-    fun = lambda scale: (attention(q, k, v, softmax_scale=scale, dtype=None, causal=True, cfg=cfg)[0] * d_output).sum()  # noqa: E731
+    fun = lambda scale: (attention(q, k, v, softmax_scale=scale, dtype=None, causal=True, cfg=cfg)[0] * d_output).sum()
     got = jax.jit(jax.grad(fun))(0.7)
     want = attention_reference(q, k, v, d_output, softmax_scale=0.7, causal=True).gradients["softmax_scale"]
     np.testing.assert_allclose(got, want, rtol=2e-5)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import jax
@@ -183,7 +186,7 @@ def test_stores_of_plans_are_bounded(executor, monkeypatch):
     monkeypatch.setattr("ejkernel.ops.executor._LIMIT", 4)
     for number in range(20):
         assert executor(Toy(), problem(batch=1, time=1, width=1, scale=float(number))).shape == (1, 1, 1)
-    assert len(executor._eager) <= 4
+    assert len(executor._known) <= 4
     assert len(executor._plans) <= 4
 
 
@@ -257,3 +260,37 @@ def test_the_usual_folder_is_the_users_cache_folder(monkeypatch):
 
     monkeypatch.delenv("EJKERNEL_CACHE_DIR")
     assert str(PersistentCache("toy").folder).startswith(platformdirs.user_cache_dir("ejkernel", appauthor=False))
+
+
+ON_FOUR_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from ejkernel.ops import *
+from tests.ops.toy import *
+
+mesh = Mesh(np.array(jax.devices()), ("data",))
+x = problem(batch=8).x
+split = jax.device_put(x, NamedSharding(mesh, P("data")))
+executor = Executor(ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner(0, 1)))
+op = lambda x: executor(Toy(), Problem(x))
+for run in (op, jax.jit(op), jax.shard_map(op, mesh=mesh, in_specs=P("data"), out_specs=P("data")),
+            jax.jit(jax.shard_map(op, mesh=mesh, in_specs=P("data"), out_specs=P("data")))):
+    y = run(split)
+    assert jnp.array_equal(y, 2 * x) and y.sharding.is_equivalent_to(split.sharding, 3), run
+    assert jnp.array_equal(jax.grad(lambda x: (run(x) * x).sum())(split), 4 * x)
+print(*sorted({chosen.arguments["problem.x"] for chosen in report()}), sep="\\n")
+"""
+
+
+def test_sharded_arrays_and_shard_map():
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", ON_FOUR_DEVICES], env=environment, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "float32[2,~32,4]",  # inside shard_map
+        "float32[8,~32,4]",  # under jit, where the sharding is not visible
+        "float32[8,~32,4] split 4x1x1",
+    ]

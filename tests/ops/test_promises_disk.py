@@ -29,7 +29,7 @@ HEURISTICS = AutotunePolicy(cache_miss_fallback="heuristics")
 
 
 def chain(path) -> ConfigSelectorChain:
-    return ConfigSelectorChain(policy=HEURISTICS, tuner=Tuner(0, 3), persistent=PersistentCache("toy", path))
+    return ConfigSelectorChain(policy=HEURISTICS, tuner=Tuner(0, 3), persistent=PersistentCache("toy", path, ToyConfig))
 
 
 def call() -> Invocation:

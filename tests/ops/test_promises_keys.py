@@ -148,11 +148,14 @@ def test_promise_4_vmap_axes_are_in_the_key():
 
 
 def test_promise_4_sharding_is_in_the_key():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
-    sharded = jax.device_put(problem().x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
-    assert "sharded" in Invocation.of(Toy(), Problem(sharded)).shapes["problem.x"]
-    replicated = jax.device_put(problem().x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    assert key_of(given=Problem(replicated)) == key_of()
+    def sharded(axis: str | None, devices: int = 2) -> Problem:
+        mesh = jax.sharding.AbstractMesh((devices, 1), ("data", "trivial"))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
+        return Problem(jax.ShapeDtypeStruct((2, 24, 4), jnp.float32, sharding=sharding))
+
+    found = Invocation.of(Toy(), sharded("data")).shapes["problem.x"]
+    assert found == "float32[2,~32,4] split 2x1x1"
+    assert key_of(given=sharded("trivial")) == key_of(given=sharded(None)) == key_of(given=sharded("data", 1)) == key_of()
 
 
 def test_promise_4_varying_lengths_cause_a_bounded_number_of_tunings():

@@ -132,26 +132,27 @@ def test_promise_10_a_failure_on_one_process_does_not_hang_the_rest(tmp_path):
     assert "process 0 did not say within" in second["absent"]["warning"]
     assert second["absent"]["level"] == "heuristics"
     assert second["absent"]["seconds"] < 10
+    assert first["late"] == ["heuristics", -1]  # process 0 finds that the other did not wait, and does the same
     assert first["error"].startswith("NoConfigError: no tuned configuration")
     assert second["error"].startswith("NoConfigError: process 0 could not choose")
 
 
 def test_promise_12_one_call_lists_what_was_picked_by_which_level_with_times_losers_and_reasons():
-    chain = ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner(1, 3))
+    chain = ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner(1, 5))
     executor = Executor(chain)
-    kernel = Race(Racer(50), Racer(1, "wrong"), Racer(1, "raises"))
+    kernel = Race(Racer(10), Racer(1, "wrong"), Racer(1, "raises"))
     for _ in range(3):
         executor(kernel, jnp.ones(64))
     executor(Toy(), problem(), platform="xla", _cfg=ToyConfig(8))
     tuned, explicit = report()
-    assert (tuned.op_id, tuned.level, tuned.config) == ("race", "autotune", Racer(50))
+    assert (tuned.op_id, tuned.level, tuned.config) == ("race", "autotune", Racer(10))
     assert tuned.arguments == {"x": "float32[64]"}
     assert 0 < tuned.record["seconds"] < tuned.record["heuristic_seconds"]
     assert [candidate.get("reason", "")[:6] for candidate in tuned.record["candidates"]] == ["", "", "its re", "failed"]
     assert (explicit.op_id, explicit.level, explicit.config) == ("toy", "explicit", ToyConfig(8))
     assert explicit.arguments["platform"] == "'xla'"
     text = str(report())
-    for part in ("race  autotune  Racer(work=50, fault='none')", "x: float32[64]", "its result is wrong", "cannot be built"):
+    for part in ("race  autotune  Racer(work=10, fault='none')", "x: float32[64]", "its result is wrong", "cannot be built"):
         assert part in text
     assert ejkernel.ops.report is report
 

@@ -34,7 +34,7 @@ AUTOTUNE = AutotunePolicy(cache_miss_fallback="autotune")
 
 
 def tuned(*candidates: Racer, heuristic: Racer | None = None, backward: bool = False, dtype=jnp.float32, **options):
-    tuner = Tuner(**{"warmup": 1, "iters": 5, "candidate_seconds": 1.5, **options})
+    tuner = Tuner(**{"warmup": 1, "iters": 5, "candidate_seconds": 3.0, **options})
     result = tuner.tune(Invocation.of(Race(*candidates, heuristic=heuristic), jnp.ones(64, dtype)), backward)
     return result.config, {(c["config"]["work"], c["config"]["fault"]): c for c in result.record["candidates"]}, result.record
 
@@ -53,25 +53,25 @@ REASONS = {
 
 def test_promise_6_bad_candidates_lose_and_are_listed_with_their_reason():
     start = time.monotonic()
-    config, listed, record = tuned(Racer(100), *(Racer(1, fault) for fault in REASONS))
-    assert config == Racer(100)
+    config, listed, record = tuned(Racer(10), *(Racer(1, fault) for fault in REASONS))
+    assert config == Racer(10)
     assert time.monotonic() - start < 20
     for fault, reason in REASONS.items():
         candidate = listed[1, fault]
         assert "seconds" not in candidate
         assert re.search(reason, candidate["reason"]), candidate
-    assert listed[300, "none"]["seconds"] > listed[100, "none"]["seconds"] > 0
+    assert listed[300, "none"]["seconds"] > listed[10, "none"]["seconds"] > 0
     assert record["heuristic"] == {"work": 300, "fault": "none"}
     assert record["seconds"] < record["heuristic_seconds"]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 def test_promise_6_a_wrong_gradient_loses(dtype):
-    config, listed, record = tuned(Racer(100), Racer(1, "wrong gradient"), backward=True, dtype=dtype)
-    assert config == Racer(100)
+    config, listed, record = tuned(Racer(10), Racer(1, "wrong gradient"), backward=True, dtype=dtype)
+    assert config == Racer(10)
     assert "gradient is wrong" in listed[1, "wrong gradient"]["reason"]
     assert record["measured"] == "forward+backward"
-    config, _, record = tuned(Racer(100), Racer(1, "wrong gradient"), dtype=dtype)
+    config, _, record = tuned(Racer(10), Racer(1, "wrong gradient"), dtype=dtype)
     assert config == Racer(1, "wrong gradient")  # nobody asked for gradients
     assert record["measured"] == "forward"
 
@@ -274,7 +274,7 @@ def test_promise_11_the_policy_is_read_from_the_environment_when_it_is_needed(mo
 
 
 def test_promise_11_a_tie_within_noise_keeps_the_heuristic():
-    config, listed, _ = tuned(Racer(299), Racer(298), iters=7)
+    config, listed, _ = tuned(Racer(299), Racer(298), iters=7, min_gain=0.2)
     assert config == Racer(300)
     assert len([c for c in listed.values() if "seconds" in c]) == 3
 
@@ -284,7 +284,9 @@ def test_promise_11_a_tie_within_noise_keeps_the_heuristic():
     [
         ([1.0] * 5, [0.98] * 5, False),  # less than min_gain
         ([1.0] * 5, [0.9] * 5, True),
-        ([0.7, 1.0, 1.3, 0.8, 1.2], [0.6, 0.9, 1.2, 0.7, 1.1], False),  # within the scatter
+        ([0.7, 1.0, 1.3, 0.8, 1.2], [1.2, 0.6, 0.9, 1.1, 0.7], False),  # within the scatter
+        ([0.7, 1.0, 1.3, 0.8, 1.2], [0.6, 0.9, 1.2, 0.7, 1.1], True),  # but faster in every round
+        ([0.7, 1.0, 1.3], [0.6, 0.9, 1.2], False),  # of which there must be enough
         ([1.0], [0.85], False),  # one sample says little
         ([1.0], [0.5], True),
     ],

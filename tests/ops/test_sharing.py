@@ -12,6 +12,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ejkernel.ops
 from ejkernel.ops import (
@@ -143,6 +145,24 @@ def test_a_class_whose_annotations_cannot_be_looked_up_is_read_without_checking_
     assert from_fields(Local, {"block": 3, "tiles": [1, 2]}) == Local(3, (1, 2))
     with pytest.raises(ValueError, match="unknown field 'warps'"):
         from_fields(Local, {"block": 3, "tiles": [], "warps": 1})
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(), inside, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(list(to_fields(Rich()))), anything))
+def test_whatever_a_stored_entry_holds_it_is_read_or_refused_with_a_reason(fields):
+    try:
+        config = from_fields(Rich, {**to_fields(Rich()), **fields})
+    except ValueError:
+        return
+    assert isinstance(config, Rich)
+    hash(config)
 
 
 def test_only_plain_values_can_be_stored():

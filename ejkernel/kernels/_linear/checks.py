@@ -26,11 +26,12 @@ class Dims:
 
     @classmethod
     def of(cls, q: jax.Array, k: jax.Array, v: jax.Array, sequences: int) -> Dims:
-        return cls(*q.shape[:3], k.shape[2], q.shape[3], v.shape[3], sequences)
+        B, T, H, K = q.shape
+        return cls(B, T, H, k.shape[2], K, v.shape[3], sequences)
 
     @property
     def heads(self) -> str:
-        return str(self.H) if self.H == self.Hkv else f"{self.H}|{self.Hkv}"
+        return str(self.H) if self.Hkv == self.H else f"{self.H}|{self.Hkv}"
 
 
 def float_array(name: str, x: Any) -> jax.Array:
@@ -60,13 +61,18 @@ def rank4(name: str, x: jax.Array, rank3: str | None) -> jax.Array:
 def query_key_value(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     (B, T, H, K), Hkv = q.shape, k.shape[2]
     if k.shape != (B, T, Hkv, K):
-        raise ValueError(f"key must be [{B}, {T}, kv heads, {K}] (batch, time, heads, key channels) to match query; got {list(k.shape)}.")
+        raise ValueError(
+            f"key must be [{B}, {T}, kv heads, {K}] (batch, time, heads, key channels) to match query; got {list(k.shape)}."
+        )
     if v.shape[:3] != (B, T, Hkv):
         raise ValueError(
-            f"value must be [{B}, {T}, {Hkv}, value channels] (batch, time, heads, channels) to match query and key; got {list(v.shape)}."
+            f"value must be [{B}, {T}, {Hkv}, value channels] (batch, time, heads, channels) to match query and key; "
+            f"got {list(v.shape)}."
         )
     if min(H, Hkv, K, v.shape[3]) < 1:
-        raise ValueError(f"heads and channels must be at least 1; got query {list(q.shape)}, key {list(k.shape)}, value {list(v.shape)}.")
+        raise ValueError(
+            f"heads and channels must be at least 1; got query {list(q.shape)}, key {list(k.shape)}, value {list(v.shape)}."
+        )
     if H % Hkv:
         raise ValueError(f"key must have a number of heads that divides query's {H}; got {Hkv}.")
 
@@ -113,11 +119,13 @@ def gates(dims: Dims, g: Any, gk: Any, packed_rank3: bool) -> tuple[jax.Array | 
         return _checked_gate(dims, "g", g[None] if packed_rank3 else g, None, f"or [..., {dims.K}] per key channel "), gk
     if g.ndim != scalar_rank + 1:
         raise ValueError(
-            f"g must be [{dims.B}, {dims.T}, {dims.heads}] (batch, time, heads) or [{dims.B}, {dims.T}, {dims.heads}, {dims.K}] "
-            f"(... key channels){_packed_hint(packed_rank3)}; got {list(g.shape)}."
+            f"g must be [{dims.B}, {dims.T}, {dims.heads}] (batch, time, heads) or "
+            f"[{dims.B}, {dims.T}, {dims.heads}, {dims.K}] (... key channels){_packed_hint(packed_rank3)}; got {list(g.shape)}."
         )
     rows = channel_gate(dims, "g", g, packed_rank3)
-    return None, rows if gk is None else _add_gates(dims, rows, gk)
+    if rows is None or gk is None:
+        return None, rows
+    return None, _add_gates(dims, rows, gk)
 
 
 def channel_gate(dims: Dims, name: str, gate: Any, packed_rank3: bool) -> jax.Array | None:
@@ -161,7 +169,8 @@ def gamma(dims: Dims, g_gamma: Any) -> jax.Array | None:
     array = float_array("g_gamma", g_gamma)
     if array.shape not in ((dims.H,), (1, dims.H), (dims.N, dims.H)):
         raise ValueError(
-            f"g_gamma must be [{dims.H}] (heads), [1, {dims.H}] or [{dims.N}, {dims.H}] (sequences, heads); got {list(array.shape)}."
+            f"g_gamma must be [{dims.H}] (heads), [1, {dims.H}] or [{dims.N}, {dims.H}] (sequences, heads); "
+            f"got {list(array.shape)}."
         )
     return jnp.broadcast_to(array, (dims.N, dims.H))
 
@@ -186,9 +195,8 @@ def scale(softmax_scale: Any, key_channels: int) -> tuple[float, jax.Array | Non
         return key_channels**-0.5, None
     if isinstance(softmax_scale, jax.Array):
         if softmax_scale.shape != () or not jnp.issubdtype(softmax_scale.dtype, jnp.floating):
-            raise ValueError(
-                f"softmax_scale must be a float or a float scalar array; got {softmax_scale.dtype.name}{list(softmax_scale.shape)}."
-            )
+            came = f"{softmax_scale.dtype.name}{list(softmax_scale.shape)}"
+            raise ValueError(f"softmax_scale must be a float or a float scalar array; got {came}.")
         return 1.0, softmax_scale
     try:
         return float(softmax_scale), None

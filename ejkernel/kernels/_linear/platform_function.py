@@ -20,7 +20,8 @@ Solve = Callable[[LinearProblem, LinearConfig], tuple[jax.Array, jax.Array]]
 
 
 def recurrent_problem(
-    query, key, value, g=None, g_gamma=None, gk=None, gv=None, initial_state=None, cu_seqlens=None, *, softmax_scale=None, reverse=False
+    query, key, value, g=None, g_gamma=None, gk=None, gv=None, initial_state=None, cu_seqlens=None, *,
+    softmax_scale=None, reverse=False,
 ) -> LinearProblem:  # fmt: skip
     """The recurrence with any combination of gates."""
     return LinearProblem.from_arguments(

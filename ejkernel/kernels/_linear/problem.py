@@ -87,7 +87,8 @@ class LinearProblem:
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """(B, T, H, K, V)."""
-        return (*self.query.shape, self.value.shape[-1])
+        B, T, H, K = self.query.shape
+        return B, T, H, K, self.value.shape[-1]
 
     @property
     def kv_heads(self) -> int:

@@ -78,7 +78,7 @@ def _from_json(hint: Any, value: Any, where: str) -> Any:
         if len(kinds) == len(value):
             return tuple(_from_json(kind, item, where) for kind, item in zip(kinds, value, strict=True))
     elif isinstance(hint, type):
-        if issubclass(hint, enum.Enum) and value in {member.value for member in hint}:
+        if issubclass(hint, enum.Enum) and any(value == member.value for member in hint):
             return hint(value)
         if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
             return from_fields(hint, value)

@@ -73,7 +73,7 @@ def parse(text: str) -> list[Entry]:
         kinds = {"key": str, "config": dict, "record": dict}
         if not isinstance(entry, dict) or not all(isinstance(entry.get(name), kind) for name, kind in kinds.items()):
             raise ValueError(f"entry {number} of the text must have a key (string), a config and a record (objects).")
-        _op_id(entry["key"])
+        PersistentCache(_op_id(entry["key"]))  # refuses a name that cannot be a folder's
         entries.append((entry["key"], entry["config"], entry["record"]))
     return entries
 

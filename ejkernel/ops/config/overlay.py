@@ -27,8 +27,9 @@ def overlay(configs: Mapping[str, Any] | None = None, /, **by_op_id: Any) -> Ite
     An inner overlay wins over an outer one; an explicit `cfg` wins over both.
 
     Example:
-        >>> with overlay(recurrent=RecurrentAttentionConfig(block_q=128)):    # doctest: +SKIP
-        ...     train_step(params, batch)
+        >>> with overlay(scale="a configuration of the operation 'scale'"):
+        ...     overlaid("scale", key="of any call")
+        "a configuration of the operation 'scale'"
     """
     merged = {**dict(_active.value), **(configs or {}), **by_op_id}
     for name, config in merged.items():

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -20,20 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from ejkernel.ops.config.codec import from_fields, to_fields
+from ejkernel.ops.key import check_op_id
 from ejkernel.ops.notices import warn_once
 
 VARIABLE = "EJKERNEL_CACHE_DIR"
 FORMAT = 1
 _LARGEST = 1 << 20  # bytes; a real entry has a few thousand
 _STALE = 3600.0  # seconds after which a temporary file has no living writer
-_LEGAL_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def cache_folder() -> Path:
     """The folder of all caches: `EJKERNEL_CACHE_DIR`, else the platform's user cache folder. It may not exist yet."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
-        return Path(chosen)
+        return Path(chosen).expanduser()
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("ejkernel", appauthor=False))
@@ -57,8 +56,7 @@ class PersistentCache:
             path: the folder; None: `EJKERNEL_CACHE_DIR`, else the platform's user cache folder.
             config_cls: the dataclass that entries are read as; None gives their fields as a dict.
         """
-        if not _LEGAL_ID.fullmatch(op_id):
-            raise ValueError(f"op_id must be letters, digits, '_', '.' and '-', not starting with '.' or '-'; got {op_id!r}.")
+        check_op_id(op_id, "op_id")
         self.op_id, self.config_cls = op_id, config_cls
         self._path = None if path is None else Path(path)
         self._swept = False
@@ -145,8 +143,8 @@ class PersistentCache:
             return self._parse(text)
         except FileNotFoundError:
             return None  # removed between the question and the opening
-        except (OSError, ValueError, RecursionError) as problem:
-            self._distrust(file, str(problem))
+        except Exception as problem:  # whatever a file holds, it must not break the call
+            self._distrust(file, f"{type(problem).__name__}: {problem}")
             return None
 
     def _parse(self, text: str) -> tuple[str, Any, dict[str, Any]]:

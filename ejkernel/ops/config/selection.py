@@ -122,7 +122,7 @@ class ConfigSelectorChain:
     def _known(self, inv: Invocation) -> Choice | None:
         """What memory has. In a multi-process program, process 0 makes sure that the others can have it too."""
         found = self._stored(inv, Level.MEMORY, self.cache)
-        if found is not None and jax.process_count() > 1:
+        if found is not None and jax.process_count() > 1 and not inside_worker():
             from ejkernel.ops import distributed
 
             distributed.publish(inv.key, found)
@@ -130,7 +130,7 @@ class ConfigSelectorChain:
 
     def _decide(self, inv: Invocation, purpose: str, decide: Callable[[Invocation], Choice]) -> Choice:
         """What memory does not have: decided here, or by process 0 for all processes."""
-        if jax.process_count() == 1:
+        if jax.process_count() == 1 or inside_worker():  # only process 0 has workers, so nobody waits for those
             return decide(inv)
         from ejkernel.ops import distributed
 
@@ -206,10 +206,12 @@ class ConfigSelectorChain:
             return None
         name = (inv.kernel.op_id, inv.kernel._config_cls)
         if name not in self._disks:
-            if isinstance(self._persistent, PersistentCache):
-                self._disks[name] = self._persistent.sibling(*name)
-            else:
+            if not isinstance(self._persistent, PersistentCache):
                 self._disks[name] = self._persistent(name[0], config_cls=name[1])
+            elif self._persistent.op_id == name[0]:
+                self._disks[name] = self._persistent
+            else:
+                self._disks[name] = self._persistent.sibling(*name)
         return self._disks[name]
 
     def _stored(self, inv: Invocation, level: Level, cache: Any) -> Choice | None:

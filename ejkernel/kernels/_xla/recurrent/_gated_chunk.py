@@ -11,12 +11,13 @@ left halves. The backward pass has the same shape with (q, k, a) and (do, v, b) 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels._xla.recurrent._products import Array, Level, Matmul, halves, is_right, levels, push_down
+from ejkernel.kernels._xla.recurrent._products import Array, Level, Matmul, halves, is_right, joined, levels, push_down
 
 TILE = 16
 
@@ -34,24 +35,24 @@ class GatedGrads(NamedTuple):
 def forward(mm: Matmul, S: Array, q: Array, k: Array, v: Array, a: Array | None, b: Array | None) -> tuple[Array, Array]:
     """(next state `[..., K, V]`, output `[..., C, V]`) from the state before the chunk and its rows; a, b are decays."""
     rows, tile = q.shape[-2], min(TILE, q.shape[-2])
-    diagonal = _tiled(mm.nt, q, k, tile) * np.eye(tile)  # [..., C/tile, tile, tile]
-    scores = [diagonal]  # levels below the tile that share one v
+    scores = _tiled(mm.nt, q, k, tile) * np.eye(tile)  # [..., C/tile, tile, tile]: the diagonal, then levels that share v
     outputs = []
     for row, column in zip(levels(a, rows), levels(b, rows), strict=True):
         h = row.h
         if h == rows:
             break
         if h < tile:
-            level = _tiled(mm.nt, *[_mixed(row, q, k)] * 2, tile) * _pairs(h, tile)  # [..., C/tile, tile, tile]
+            P = _mixed(row, q, k)  # [..., C, K]
+            level = _tiled(mm.nt, P, P, tile) * _pairs(h, tile)  # [..., C/tile, tile, tile]
             if b is None:
-                scores.append(level)
+                scores += level
             else:
                 outputs.append(column.right(_times_tiled(mm, level, column.left(v))))
         else:
-            x, y, w = halves(row.right(q), h), halves(row.left(k), h), halves(column.left(v), h)
-            part = mm.nn(mm.nt(x[..., 1, :, :], y[..., 0, :, :]), w[..., 0, :, :])  # [..., C/2h, h, V]
-            outputs.append(column.right(_in_right_half(part, v.shape[-2:])))
-    output = sum(outputs, _times_tiled(mm, sum(scores), v))
+            (_, x), (y, _), (z, _) = halves(row.right(q), h), halves(row.left(k), h), halves(column.left(v), h)
+            part = mm.nn(mm.nt(x, y), z)  # [..., C/2h, h, V]
+            outputs.append(column.right(joined(jnp.zeros_like(part), part)))
+    output = sum(outputs, _times_tiled(mm, scores, v))
     output += column.right(mm.nn(row.right(q), S))
     return _decayed(S, row, column) + mm.tn(row.left(k), column.left(v)), output
 
@@ -61,9 +62,8 @@ def backward(
 ) -> tuple[Array, GatedGrads]:
     """(adjoint of the state before the chunk, gradients of its rows) from the adjoints of the state after it and the output."""
     rows, tile = q.shape[-2], min(TILE, q.shape[-2])
-    qk = _tiled(mm.nt, q, k, tile)  # [..., C/tile, tile, tile]
-    dov = _tiled(mm.nt, do, v, tile)
-    z, n = (jnp.sum(x * np.eye(tile), -1).reshape(*q.shape[:-1], 1) for x in (dov, qk))  # [..., C, 1]
+    dov = _tiled(mm.nt, do, v, tile)  # [..., C/tile, tile, tile]
+    z, n = mm.row_sums(do * v), mm.row_sums(q * k)  # [..., C, 1]
     grads = GatedGrads(dq=z * k, dk=z * q, dv=n * do, da=None, db=None)
     lower = np.tril(np.ones((tile, tile), bool), -1)
     both = None if b is not None else jnp.where(lower, dov, jnp.swapaxes(dov, -1, -2))  # do_t . v_s for both (t, s) and (s, t)
@@ -80,10 +80,10 @@ def backward(
             X = _tiled(mm.nt, P, P, tile) * pairs
             dP, dPv = _times_tiled(mm, Y, P), _times_tiled(mm, X, Pv)  # [..., C, K], [..., C, V]
         else:
-            (x, w), (xv, wv) = _right_left(P, h), _right_left(Pv, h)  # [..., C/2h, h, K], [..., C/2h, h, V]
+            (w, x), (wv, xv) = halves(P, h), halves(Pv, h)  # [..., C/2h, h, K], [..., C/2h, h, V]
             Y, X = mm.nt(xv, wv), mm.nt(x, w)  # [..., C/2h, h, h]
-            dP = _joined(mm.tn(Y, x), mm.nn(Y, w), P.shape)
-            dPv = _joined(mm.tn(X, xv), mm.nn(X, wv), Pv.shape)
+            dP = joined(mm.tn(Y, x), mm.nn(Y, w))
+            dPv = joined(mm.tn(X, xv), mm.nn(X, wv))
         right = is_right(h, rows)
         grads = grads._replace(
             dq=grads.dq + jnp.where(right, row.right(dP), 0),
@@ -96,14 +96,12 @@ def backward(
     through = _decayed(S, row, column) * dS  # [..., K, V]
     last = (np.arange(rows) == rows - 1)[:, None]
     if a is not None:
-        total = jnp.where(last, jnp.sum(through, -1)[..., None, :], 0)
+        total = jnp.where(last, jnp.swapaxes(mm.row_sums(through), -1, -2), 0)
         grads = grads._replace(da=push_down(row_adjoints, dx * x + total, dw * w))
     if b is not None:
         total = jnp.where(last, jnp.sum(through, -2)[..., None, :], 0)
         grads = grads._replace(db=push_down(column_adjoints, mm.nn(x, S) * xv + total, dwv * wv))
-    grads = grads._replace(
-        dq=grads.dq + row.right(dx), dk=grads.dk + row.left(dw), dv=grads.dv + column.left(dwv)
-    )
+    grads = grads._replace(dq=grads.dq + row.right(dx), dk=grads.dk + row.left(dw), dv=grads.dv + column.left(dwv))
     return _decayed(dS, row, column) + mm.tn(x, xv), grads
 
 
@@ -118,7 +116,7 @@ def _pairs(h: int, tile: int) -> np.ndarray:
     return ((t // h % 2 == 1) & (s // h == t // h - 1)).astype(np.float32)
 
 
-def _tiled(product, x: Array, y: Array, tile: int) -> Array:
+def _tiled(product: Callable[[Array, Array], Array], x: Array, y: Array, tile: int) -> Array:
     """`product` of the tiles of `[..., C, D]` arrays: `[..., C / tile, tile, tile]`."""
     split = lambda z: z.reshape(*z.shape[:-2], z.shape[-2] // tile, tile, z.shape[-1])
     return product(split(x), split(y))
@@ -127,20 +125,6 @@ def _tiled(product, x: Array, y: Array, tile: int) -> Array:
 def _times_tiled(mm: Matmul, scores: Array, x: Array) -> Array:
     """Block-diagonal `scores [..., C / tile, tile, tile]` times `x [..., C, D]`."""
     return mm.nn(scores, x.reshape(*scores.shape[:-1], x.shape[-1])).reshape(x.shape)
-
-
-def _right_left(x: Array, h: int) -> tuple[Array, Array]:
-    blocks = halves(x, h)
-    return blocks[..., 1, :, :], blocks[..., 0, :, :]
-
-
-def _joined(left: Array, right: Array, shape: tuple[int, ...]) -> Array:
-    """`[..., C / 2h, h, D]` halves back to `[..., C, D]`."""
-    return jnp.stack([left, right], -3).reshape(shape)
-
-
-def _in_right_half(x: Array, shape: tuple[int, ...]) -> Array:
-    return _joined(jnp.zeros_like(x), x, (*x.shape[:-3], *shape))
 
 
 def _decayed(S: Array, row: Level, column: Level) -> Array:

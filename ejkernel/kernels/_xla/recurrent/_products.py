@@ -37,9 +37,15 @@ class Matmul(NamedTuple):
             preferred_element_type=self.accumulate,
         )
 
-    def exact(self, spec: str, x: Array | np.ndarray, y: Array) -> Array:
-        """A sum over rows, written as a product with zeros and ones, without rounding the operands."""
-        return jnp.einsum(spec, jnp.asarray(x, self.accumulate), y, precision=lax.Precision.HIGHEST)
+    def exact(self, spec: str, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
+        """A sum written as a product with zeros and ones, without rounding the operands."""
+        return jnp.einsum(
+            spec, jnp.asarray(x, self.accumulate), jnp.asarray(y, self.accumulate), precision=lax.Precision.HIGHEST
+        )
+
+    def row_sums(self, x: Array) -> Array:
+        """Sums over the last axis, kept as an axis of one. As a product: XLA's CPU reductions there go one by one."""
+        return self.exact("...k,ki->...i", x, np.ones((x.shape[-1], 1)))
 
     def nn(self, x: Array, y: Array) -> Array:
         """x y."""
@@ -50,8 +56,8 @@ class Matmul(NamedTuple):
         return self._einsum("...mk,...nk->...mn", x, y)
 
     def tn(self, x: Array, y: Array) -> Array:
-        """x^T y. The transpose is written out: XLA's CPU products read a transposed left side slowly."""
-        return self.nn(jnp.swapaxes(x, -1, -2), y)
+        """x^T y."""
+        return self._einsum("...km,...kn->...mn", x, y)
 
 
 class Level(NamedTuple):
@@ -70,9 +76,16 @@ class Level(NamedTuple):
         return x if self.suf is None else x * self.suf
 
 
-def halves(x: Array, h: int) -> Array:
-    """`[..., C, D]` as `[..., C / 2h, 2, h, D]`: axis -3 tells the left from the right half of each 2h-block."""
-    return x.reshape(*x.shape[:-2], x.shape[-2] // (2 * h), 2, h, x.shape[-1])
+def halves(x: Array, h: int) -> tuple[Array, Array]:
+    """The left and the right halves of every 2h-block of `[..., C, D]`, each `[..., C / 2h, h, D]`."""
+    blocks = x.reshape(*x.shape[:-2], x.shape[-2] // (2 * h), 2, h, x.shape[-1])
+    return blocks[..., 0, :, :], blocks[..., 1, :, :]
+
+
+def joined(left: Array, right: Array) -> Array:
+    """Halves `[..., C / 2h, h, D]` back to `[..., C, D]`."""
+    x = jnp.stack([left, right], -3)
+    return x.reshape(*x.shape[:-4], x.shape[-4] * 2 * x.shape[-2], x.shape[-1])
 
 
 def is_right(h: int, rows: int) -> np.ndarray:
@@ -90,11 +103,8 @@ def levels(decay: Array | None, rows: int) -> Iterator[Level]:
         yield Level(h, pre, suf)
         if h == rows:
             return
-        p, s = halves(pre, h), halves(suf, h)  # [..., C/2h, 2, h, D]
-        left_total, right_total = p[..., :1, -1:, :], p[..., 1:, -1:, :]
-        right = np.array([False, True])[:, None, None]
-        pre = (p * jnp.where(right, left_total, 1)).reshape(decay.shape)
-        suf = (s * jnp.where(right, 1, right_total)).reshape(decay.shape)
+        (p1, p2), (s1, s2) = halves(pre, h), halves(suf, h)  # [..., C/2h, h, D]
+        pre, suf = joined(p1, p2 * p1[..., -1:, :]), joined(s1 * p2[..., -1:, :], s2)
         h *= 2
 
 
@@ -105,18 +115,14 @@ def push_down(at_level: dict[int, Array], dpre: Array, dsuf: Array) -> Array:
         at_level: for each h < C, `[..., C, D]`: the adjoint of log pre in right halves and of log suf in left halves.
         dpre, dsuf: both adjoints at h = C.
     """
-    rows, h = dpre.shape[-2], dpre.shape[-2] // 2
+    h = dpre.shape[-2] // 2
     while h >= 1:
-        p, s = halves(dpre, h), halves(dsuf, h)  # [..., C/2h, 2, h, D]
+        (p1, p2), (s1, s2), (extra_suf, extra_pre) = halves(dpre, h), halves(dsuf, h), halves(at_level[h], h)
         # A right row's prefix holds the left block's total, a left row's suffix the right block's; each total is the
         # prefix at its block's last row.
-        to_left_total = jnp.sum(p[..., 1:, :, :], -2, keepdims=True)
-        to_right_total = jnp.sum(s[..., :1, :, :], -2, keepdims=True)
-        right = np.array([False, True])[:, None, None]
         last = (np.arange(h) == h - 1)[:, None]
-        totals = jnp.where(right, to_right_total, to_left_total)
-        extra = at_level[h]
-        dpre = (p + jnp.where(last, totals, 0)).reshape(extra.shape) + jnp.where(is_right(h, rows), extra, 0)
-        dsuf = dsuf + jnp.where(is_right(h, rows), 0, extra)
+        to_left = jnp.where(last, jnp.sum(p2, -2, keepdims=True), 0)
+        to_right = jnp.where(last, jnp.sum(s1, -2, keepdims=True), 0)
+        dpre, dsuf = joined(p1 + to_left, p2 + to_right + extra_pre), joined(s1 + extra_suf, s2)
         h //= 2
     return dpre

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from ejkernel.kernels._xla.recurrent._products import Array, Matmul, levels
+from ejkernel.kernels._xla.recurrent._products import Array, Matmul, halves, levels
 
 
 class Decay(NamedTuple):
@@ -41,14 +42,19 @@ def decay_of(w: Array | None, rows: int) -> Decay:
     """Everything from the decays `[..., C]` themselves; w=None is no gate."""
     if w is None:
         return Decay(np.tril(np.ones((rows, rows), np.float32)))
-    t, s = np.arange(rows)[:, None], np.arange(rows)[None, :]
-    D = jnp.asarray(np.eye(rows), w.dtype)
-    for level in levels(w[..., None], rows):
-        if level.h == rows:
+    blocks = jnp.ones((*w.shape, 1, 1), w.dtype)  # [..., C/h, h, h]: D inside blocks of h rows, from h = 1 on
+    for h, all_pre, all_suf in levels(w[..., None], rows):
+        if h == rows:
             break
-        meet = (t // level.h % 2 == 1) & (s // level.h == t // level.h - 1)
-        D = jnp.where(meet, level.pre * jnp.swapaxes(level.suf, -1, -2), D)
-    return Decay(D, level.pre, level.suf)
+        assert all_pre is not None
+        assert all_suf is not None
+        (_, pre), (suf, _) = halves(all_pre, h), halves(all_suf, h)  # [..., C/2h, h, 1]
+        left, right = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]  # [..., C/2h, h, h]
+        upper = jnp.concatenate([left, jnp.zeros_like(left)], -1)
+        lower = jnp.concatenate([pre * jnp.swapaxes(suf, -1, -2), right], -1)
+        blocks = jnp.concatenate([upper, lower], -2)
+    # The barrier keeps XLA from computing the matrix again in each of its uses.
+    return Decay(*lax.optimization_barrier((blocks[..., 0, :, :], all_pre, all_suf)))
 
 
 def _scaled(x: Array, factor: Array | None) -> Array:
@@ -77,14 +83,19 @@ def backward(
     dk = mm.tn(dA, q) + _scaled(dy, decay.suf)
     dv = mm.tn(A, do) + _scaled(mm.nn(k, dS), decay.suf)
     dw = None
-    if w is not None:
+    if decay.pre is not None:
         # The decay of row r is a factor of every D[t, s] with s < r <= t, of pre[t] with t >= r and of suf[s] with s < r.
         from_scores = raw_scores * dA  # [..., C, C]
         upto = np.tril(np.ones((rows, rows), np.float32))  # upto[t, r]: r <= t
         after = np.tril(np.ones((rows, rows), np.float32), -1)  # after[r, s]: s < r
-        from_pre = jnp.sum(dx * q, -1, keepdims=True) * decay.pre  # [..., C, 1]
-        from_suf = jnp.sum(dy * k, -1, keepdims=True) * decay.suf
-        through = jnp.sum(S * dS, (-1, -2))[..., None] * decay.pre[..., -1, :]  # [..., 1]
+        from_pre = mm.row_sums(dx * q) * decay.pre  # [..., C, 1]
+        from_suf = _scaled(mm.row_sums(dy * k), decay.suf)
+        through = jnp.sum(mm.row_sums(S * dS), -2) * decay.pre[..., -1, :]  # [..., 1]
         spans = mm.exact("tr,...ts->...rs", upto, from_scores) * after  # sums over t >= r, kept where s < r
-        dw = jnp.sum(spans, -1) + mm.exact("tr,...ti->...r", upto, from_pre) + mm.exact("rs,...si->...r", after, from_suf) + through
+        dw = (
+            jnp.sum(spans, -1)
+            + mm.exact("tr,...ti->...r", upto, from_pre)
+            + mm.exact("rs,...si->...r", after, from_suf)
+            + through
+        )
     return dS * decay.total() + mm.tn(_scaled(q, decay.pre), do), ScalarGrads(dq, dk, dv, dw)

@@ -18,25 +18,32 @@ from jax import lax
 Array = jax.Array
 
 
+class InSequence(NamedTuple):
+    """Where a slot stands among packed sequences."""
+
+    sequence: Array
+    first: Array  # whether the sequence begins here
+    last: Array  # whether it ends here
+
+
 class Slot(NamedTuple):
     """One chunk. Rows are in the order of the recurrence: from the last token backwards when it is reversed."""
 
     start: Array  # first token that is read
     mine: Array | None  # [C] which rows belong to the slot; None: all
-    sequence: Array | None  # packed: the sequence it belongs to
-    first: Array | None  # packed: whether the sequence begins here
-    last: Array | None  # packed: whether it ends here
+    packed: InSequence | None  # None: one sequence in each row of the batch
     span: tuple[Array, Array]  # tokens [from, to) of the slot
 
 
-def take(x: Array, start: Array, count: int, axis: int = 1) -> Array:
+def take(x: Array, start: Array | int, count: int, axis: int = 1) -> Array:
     """`count` entries of an axis from a start that is never negative (saying so spares XLA a wrap-around per slice)."""
-    starts, sizes = [0] * x.ndim, list(x.shape)
+    starts: list[Array | int] = [0] * x.ndim
+    sizes = list(x.shape)
     starts[axis], sizes[axis] = start, count
     return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
-def put(x: Array, update: Array, start: Array, axis: int = 1) -> Array:
+def put(x: Array, update: Array, start: Array | int, axis: int = 1) -> Array:
     """`x` with `update` written from `start` on along an axis."""
     starts: list[Array | int] = [0] * x.ndim
     starts[axis] = start
@@ -83,19 +90,20 @@ class Slots:
         return cls(rows, tokens, max(tokens, rows), reverse, capacity, ends[-1].astype(jnp.int32), True, table)
 
     def at(self, i: Array) -> Slot:
+        packed: InSequence | None = None
         if self.table is not None:
-            low, high, sequence, first, last = (take(x, i, 1, axis=0)[0] for x in self.table)
+            low, high, *place = (take(x, i, 1, axis=0)[0] for x in self.table)
+            packed = InSequence(*place)
         else:
             begin, end = i * self.rows, jnp.minimum((i + 1) * self.rows, self.length)
             low, high = (self.length - end, self.length - begin) if self.reverse else (begin, end)
-            sequence = first = last = None
         start = jnp.clip(low, 0, self.tokens - self.rows) if self.ragged else low
         mine = None
         if self.ragged:
             token = start + np.arange(self.rows, dtype=np.int32)
             mine = (token >= low) & (token < high)
             mine = mine[::-1] if self.reverse else mine
-        return Slot(start, mine, sequence, first, last, (low, high))
+        return Slot(start, mine, packed, (low, high))
 
     def padded(self, x: Array) -> Array:
         """`x [B, T, ...]` with zero rows after the last token when there are fewer than one chunk."""

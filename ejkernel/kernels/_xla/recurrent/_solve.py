@@ -102,7 +102,9 @@ class _Derivative:
 
 # Jitted with the plan as a static argument, so that calls outside `jit` compile once for each shape.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(plan: Plan, keep_states: bool, arrays: dict[str, Array], cu_seqlens: Array | None) -> tuple[Array, Array, Array | None]:
+def _forward(
+    plan: Plan, keep_states: bool, arrays: dict[str, Array], cu_seqlens: Array | None
+) -> tuple[Array, Array, Array | None]:
     return _walk.forward(plan, arrays, cu_seqlens, keep_states)
 
 
@@ -114,6 +116,12 @@ def _tangents(plan: Plan, arrays: dict[str, Array], cu_seqlens: Array | None, mo
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(
-    plan: Plan, wanted: tuple[str, ...], arrays: dict[str, Array], cu_seqlens: Array | None, states: Array, doutput: Array, dfinal: Array
+    plan: Plan,
+    wanted: tuple[str, ...],
+    arrays: dict[str, Array],
+    cu_seqlens: Array | None,
+    states: Array,
+    doutput: Array,
+    dfinal: Array,
 ) -> dict[str, Array]:
     return _walk.backward(plan, arrays, cu_seqlens, states, doutput, dfinal, wanted)

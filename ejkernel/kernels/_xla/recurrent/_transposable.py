@@ -69,14 +69,18 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     return jax.jvp(lambda *args: list(fun(*args)), tuple(primals), tuple(filled))
 
 
-def _transpose(cotangents: Sequence[Any], *args: Any, fun: FlatFunction, transpose: FlatFunction, residual_count: int) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[Any], *args: Any, fun: FlatFunction, transpose: FlatFunction, residual_count: int
+) -> list[Any]:
     residuals, linear = args[:residual_count], args[residual_count:]
     filled = [ad.instantiate_zeros(ct) for ct in cotangents]
     out = linear_map_p.bind(*residuals, *filled, fun=transpose, transpose=fun, residual_count=residual_count)
     return [None] * residual_count + [ct if ad.is_undefined_primal(x) else None for ct, x in zip(out, linear, strict=True)]
 
 
-def _batch(args: Sequence[Any], axes: Sequence[int | None], *, fun: FlatFunction, transpose: FlatFunction, residual_count: int) -> Any:
+def _batch(
+    args: Sequence[Any], axes: Sequence[int | None], *, fun: FlatFunction, transpose: FlatFunction, residual_count: int
+) -> Any:
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
     residual_axes = tuple(axes[:residual_count])
     # Every linear argument gets the mapped axis, so that its cotangent has one too.

@@ -62,8 +62,8 @@ def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: b
     def body(i: Array, carry: Any) -> Any:
         state, output, finals, states = carry
         slot = slots.at(i)
-        if slot.sequence is not None:
-            state = jnp.where(slot.first, take(initial, slot.sequence, 1, axis=0), state)
+        if slot.packed is not None:
+            state = jnp.where(slot.packed.first, take(initial, slot.packed.sequence, 1, axis=0), state)
         if states is not None:
             states = put(states, state[None], i, axis=0)
         if plan.schedule == "recurrent":
@@ -71,8 +71,8 @@ def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: b
         else:
             state, rows = _chunk_forward(plan, arrays, slots, slot, state)
             output = slots.write(output, slot, rows * plan.scale)
-        if finals is not None:  # each slot of a sequence writes; its last one stays
-            finals = put(finals, state, slot.sequence, axis=0)
+        if slot.packed is not None:  # each slot of a sequence writes; its last one stays
+            finals = put(finals, state, slot.packed.sequence, axis=0)
         return state, output, finals, states
 
     packed = cu_seqlens is not None
@@ -104,8 +104,8 @@ def backward(
         dstate, dinitials, grads, dgamma = carry
         i = slots.count - 1 - step
         slot = slots.at(i)
-        if slot.sequence is not None:
-            dstate = jnp.where(slot.last, take(dfinal, slot.sequence, 1, axis=0), dstate)
+        if slot.packed is not None:
+            dstate = jnp.where(slot.packed.last, take(dfinal, slot.packed.sequence, 1, axis=0), dstate)
         state = take(states, i, 1, axis=0)[0]
         drows = slots.read(doutput, slot, H, plan.state) * plan.scale
         dstate, found = _chunk_backward(plan, arrays, slots, slot, state, dstate, drows)
@@ -113,10 +113,10 @@ def backward(
         if dgamma is not None:
             per_row = found["g_gamma"] if slot.mine is None else jnp.where(slot.mine, found["g_gamma"], 0)
             total = jnp.sum(per_row, -1)  # [B, H]
-            at = 0 if slot.sequence is None else slot.sequence
+            at = 0 if slot.packed is None else slot.packed.sequence
             dgamma = put(dgamma, take(dgamma, at, B, axis=0) + total, at, axis=0)
-        if dinitials is not None:  # against the recurrence a sequence's first slot comes last, and stays
-            dinitials = put(dinitials, dstate, slot.sequence, axis=0)
+        if slot.packed is not None:  # against the recurrence a sequence's first slot comes last, and stays
+            dinitials = put(dinitials, dstate, slot.packed.sequence, axis=0)
         return dstate, dinitials, grads, dgamma
 
     packed = cu_seqlens is not None
@@ -139,7 +139,9 @@ def _padded(slots: Slots, arrays: Arrays) -> dict[str, Array]:
     return {name: x if name in ("g_gamma", "initial_state") else slots.padded(x) for name, x in arrays.items()}
 
 
-def _decays(plan: Plan, arrays: Arrays, slots: Slots, slot: Slot, heads: int) -> tuple[Array | None, Array | None, Array | None]:
+def _decays(
+    plan: Plan, arrays: Arrays, slots: Slots, slot: Slot, heads: int
+) -> tuple[Array | None, Array | None, Array | None]:
     """The slot's decays, per row `[B, H, C]`, per key channel `[B, H, C, K]`, per value channel `[B, H, C, V]`.
 
     A decay per row goes with the key channels, else with the value channels, when there are such gates.
@@ -149,7 +151,7 @@ def _decays(plan: Plan, arrays: Arrays, slots: Slots, slot: Slot, heads: int) ->
         per_row = jnp.exp(slots.read(arrays["g"], slot, heads, plan.state))
     if "g_gamma" in arrays:
         gamma = arrays["g_gamma"].astype(plan.state)  # [N, H]
-        gamma = gamma if slot.sequence is None else take(gamma, slot.sequence, 1, axis=0)
+        gamma = gamma if slot.packed is None else take(gamma, slot.packed.sequence, 1, axis=0)
         constant = jnp.broadcast_to(jnp.exp(gamma)[..., None], (*gamma.shape, slots.rows))
         constant = constant if slot.mine is None else jnp.where(slot.mine, constant, 1)
         per_row = constant if per_row is None else per_row * constant
@@ -185,7 +187,8 @@ def _chunk_backward(
         dstate, gated = _gated_chunk.backward(plan.matmul, state, dstate, q, k, v, a, b, drows)
         found = {"query": gated.dq, "key": gated.dk, "value": gated.dv}
         found |= {name: grad for name, grad in (("gk", gated.da), ("gv", gated.db)) if grad is not None}
-        per_row = jnp.sum(gated.da if a is not None else gated.db, -1)
+        per_channel = gated.db if gated.da is None else gated.da
+        per_row = jnp.sum(per_channel, -1)  # type: ignore[arg-type]  # one of the two gates is given
     if per_row is not None:
         found |= {"g": per_row, "g_gamma": per_row}
     return dstate, found
@@ -218,7 +221,7 @@ def _steps(
 
     if "g_gamma" in arrays:
         gamma = arrays["g_gamma"].astype(plan.state)
-        gamma = gamma if slot is None or slot.sequence is None else take(gamma, slot.sequence, 1, axis=0)
+        gamma = gamma if slot is None or slot.packed is None else take(gamma, slot.packed.sequence, 1, axis=0)
         constant = jnp.exp(gamma)[..., None, None]  # [B, H, 1, 1]
     count = span[1] - span[0]
     if isinstance(count, int) and count <= UNROLLED_STEPS:
@@ -230,6 +233,5 @@ def _steps(
 
 def varying_like(x: Array, *others: Array) -> Array:
     """`x` typed as varying over every `shard_map` axis that `others` vary over: loops need carries of one type."""
-    varying = lambda y: getattr(getattr(jax.typeof(y), "mat", None), "varying", frozenset())
-    missing = frozenset().union(*(varying(y) for y in others)) - varying(x)
+    missing: frozenset[str] = frozenset().union(*(jax.typeof(y).mat.varying for y in others)) - jax.typeof(x).mat.varying
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x

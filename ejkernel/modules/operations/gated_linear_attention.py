@@ -1,0 +1,70 @@
+"""Gated linear attention: one gate per head or per key channel."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int
+
+from ejkernel.kernels._linear.platform_function import gla_problem
+from ejkernel.modules.base import default_executor
+from ejkernel.modules.operations._linear_kernel import LinearKernel
+from ejkernel.modules.operations.configs import GLAttentionConfig
+
+__all__ = ["GLAttention", "GLAttentionConfig", "gla_attention"]
+
+
+class GLAttention(LinearKernel):
+    """`gla_attention` as the executor sees it."""
+
+    op_id = "recurrent_gla"
+    _config_cls = GLAttentionConfig
+
+
+def gla_attention(
+    query: Float[Array, "*batch T H K"],
+    key: Float[Array, "*batch T Hkv K"],
+    value: Float[Array, "*batch T Hkv V"],
+    g: Float[Array, "*batch T heads"] | Float[Array, "*batch T heads K"] | None = None,
+    g_gamma: Float[Array, " H"] | Float[Array, "N H"] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "H K V"] | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
+    *,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: GLAttentionConfig | None = None,
+) -> Float[Array, "*batch T H V"] | tuple[Float[Array, "*batch T H V"], Float[Array, "N H K V"]]:
+    """Gated linear attention: h_t = exp(g_t) * h_{t-1} + k_t^T v_t, o_t = softmax_scale * q_t h_t.
+
+    Args:
+        query: `[B, T, H, K]`, or `[tokens, H, K]` when packed by `cu_seqlens`.
+        key: `[B, T, Hkv, K]`; `Hkv` divides `H`.
+        value: `[B, T, Hkv, V]`.
+        g: log decay, `[B, T, H]` (whole head) or `[B, T, H, K]` (per key channel); 0 keeps, -inf forgets.
+        g_gamma: a further log decay that is the same at every step: `[H]`, `[1, H]` or `[N, H]`.
+        initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the packed sequences.
+        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1 or left away.
+        softmax_scale: factor of the output; None is `K ** -0.5`.
+        reverse: run from the last token to the first.
+        return_state: also return the state after the last step.
+        platform: `"xla"`, `"triton"`, `"pallas"`, `"cuda"`; `"auto"` or None takes the best that supports the call here.
+        cfg: an explicit configuration, used as given.
+
+    Returns:
+        The output `[B, T, H, V]` in query's dtype; with `return_state`, also the final state `[N, H, K, V]` in float32.
+
+    Example:
+        >>> import jax
+        >>> q, k, v = (jax.random.normal(jax.random.key(i), (1, 9, 2, 8)) for i in range(3))
+        >>> g = jax.nn.log_sigmoid(jax.random.normal(jax.random.key(3), q.shape))
+        >>> whole = gla_attention(q, k, v, g)
+        >>> _, state = gla_attention(q[:, :8], k[:, :8], v[:, :8], g[:, :8], return_state=True)
+        >>> last = gla_attention(q[:, 8:], k[:, 8:], v[:, 8:], g[:, 8:], initial_state=state)  # decode where prefill ended
+        >>> bool(abs(last - whole[:, 8:]).max() < 1e-5)
+        True
+    """
+    problem = gla_problem(
+        query, key, value, g, g_gamma, initial_state, cu_seqlens, softmax_scale=softmax_scale, reverse=reverse
+    )  # fmt: skip
+    output, state = default_executor()(GLAttention(), problem, platform=platform, _cfg=cfg)
+    return (output, state) if return_state else output

@@ -1,0 +1,75 @@
+"""The linear recurrence with every gate: retention, simple GLA, GLA, RWKV-like and plain linear attention."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int
+
+from ejkernel.kernels._linear.platform_function import recurrent_problem
+from ejkernel.modules.base import default_executor
+from ejkernel.modules.operations._linear_kernel import LinearKernel
+from ejkernel.modules.operations.configs import RecurrentAttentionConfig
+
+__all__ = ["RecurrentAttention", "RecurrentAttentionConfig", "recurrent_attention"]
+
+
+class RecurrentAttention(LinearKernel):
+    """`recurrent_attention` as the executor sees it."""
+
+    op_id = "recurrent"
+    _config_cls = RecurrentAttentionConfig
+
+
+def recurrent_attention(
+    query: Float[Array, "*batch T H K"],
+    key: Float[Array, "*batch T Hkv K"],
+    value: Float[Array, "*batch T Hkv V"],
+    g: Float[Array, "*batch T heads"] | Float[Array, "*batch T heads K"] | None = None,
+    g_gamma: Float[Array, " H"] | Float[Array, "N H"] | None = None,
+    gk: Float[Array, "*batch T heads K"] | None = None,
+    gv: Float[Array, "*batch T heads V"] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "H K V"] | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
+    *,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: RecurrentAttentionConfig | None = None,
+) -> Float[Array, "*batch T H V"] | tuple[Float[Array, "*batch T H V"], Float[Array, "N H K V"]]:
+    """Gated linear attention: h_t = decay_t * h_{t-1} + k_t^T v_t, o_t = softmax_scale * q_t h_t.
+
+    The decay is the product of exp(gate) over the gates that are given. Gates are in log space: 0 keeps the state, -inf
+    forgets it, exactly. They combine freely, and everything has its exact gradient.
+
+    Args:
+        query: `[B, T, H, K]`, or `[tokens, H, K]` when packed by `cu_seqlens`.
+        key: `[B, T, Hkv, K]`; `Hkv` divides `H`, and head h reads kv head `h // (H // Hkv)`.
+        value: `[B, T, Hkv, V]`.
+        g: log decay `[B, T, H]` of a head's whole state, or `[B, T, H, K]` of row k. Gates may have `Hkv` heads.
+        g_gamma: log decay of a head's whole state, the same at every step: `[H]`, `[1, H]` or `[N, H]`.
+        gk: log decay of row k, `[B, T, H, K]`.
+        gv: log decay of column v, `[B, T, H, V]`.
+        initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the packed sequences.
+        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1 or left away.
+        softmax_scale: factor of the output; None is `K ** -0.5`.
+        reverse: run from the last token to the first.
+        return_state: also return the state after the last step.
+        platform: `"xla"`, `"triton"`, `"pallas"`, `"cuda"`; `"auto"` or None takes the best that supports the call here.
+        cfg: an explicit configuration, used as given.
+
+    Returns:
+        The output `[B, T, H, V]` in query's dtype; with `return_state`, also the final state `[N, H, K, V]` in float32.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> q, k, v = (jax.random.normal(jax.random.key(i), (2, 100, 4, 16)) for i in range(3))
+        >>> gate = jax.nn.log_sigmoid(jax.random.normal(jax.random.key(3), (2, 100, 4)))
+        >>> out, state = recurrent_attention(q, k, v, gate, return_state=True)
+        >>> out.shape, state.shape
+        ((2, 100, 4, 16), (2, 4, 16, 16))
+    """
+    problem = recurrent_problem(
+        query, key, value, g, g_gamma, gk, gv, initial_state, cu_seqlens, softmax_scale=softmax_scale, reverse=reverse
+    )  # fmt: skip
+    output, state = default_executor()(RecurrentAttention(), problem, platform=platform, _cfg=cfg)
+    return (output, state) if return_state else output
