@@ -17,7 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.attention import attention
+from ejkernel.modules import attention
 
 HEADS, CHANNELS = 8, 64
 

@@ -21,7 +21,7 @@ import numpy as np
 from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations.attention import Attention, attention
-from ejkernel.testing.attention_cases import relative_rms
+from ejkernel.testing.compare import relative_rms
 from ejkernel.types.mask import MaskInfo
 
 SHAPES = [(8, 2048, 16, 128), (4, 4096, 32, 64), (1, 16384, 16, 128)]

@@ -14,6 +14,7 @@ import numpy as np
 from ejkernel.kernels._attention import AttentionProblem
 from ejkernel.kernels._attention.dropout import kept
 from ejkernel.testing.attention_reference import Reference, attention_reference
+from ejkernel.testing.compare import relative_rms
 from ejkernel.types.mask import MaskInfo
 
 # Largest relative RMS error against float64, of values and of gradients.
@@ -166,40 +167,26 @@ class AttentionCase:
             dropout_factors=_dropout_factors(self.problem),
         )
 
-    def value_and_gradients(self, function: Callable[..., Any]) -> dict[str, np.ndarray]:
+    def value_and_gradients(self, function: Callable[..., Any], weights: bool = True) -> dict[str, np.ndarray]:
         """Output, weights and gradients of `function(query, key, value, **named) -> (output, weights)`."""
         options = self.options  # made here, not while tracing
 
         @jax.jit
-        def both(arrays: dict[str, jax.Array], d_output: jax.Array) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-            output, pull, weights = jax.vjp(lambda arrays: function(**arrays, **options), arrays, has_aux=True)
-            return output, weights, pull(d_output)[0]
+        def both(arrays: dict[str, jax.Array], d_output: jax.Array) -> dict[str, jax.Array]:
+            output, pull, attended = jax.vjp(lambda arrays: function(**arrays, **options), arrays, has_aux=True)
+            return {"output": output, **pull(d_output)[0]} | ({"weights": attended} if weights else {})
 
-        output, weights, gradients = both(self.arrays, self.d_output)
-        return _numpy({"output": output, "weights": weights, **gradients})
+        return _numpy(both(self.arrays, self.d_output))
 
-    def check(self, function: Callable[..., Any]) -> None:
-        """AssertionError unless `function` gives what the reference says, gradients included."""
-        got = self.value_and_gradients(function)
+    def check(self, function: Callable[..., Any], weights: bool = True) -> None:
+        """AssertionError unless `function` gives what the reference says, gradients included; `weights`: these too."""
+        got = self.value_and_gradients(function, weights)
         value_limit, gradient_limit = TOLERANCES[self.dtype]
         want = {"output": self.reference.output, "weights": self.reference.weights, **self.reference.gradients}
         for name, x in got.items():
             limit = value_limit if name in ("output", "weights") else gradient_limit
             error = relative_rms(x, want[name])
             assert error < limit, f"{self}: {name} is off by {error:.2e} (limit {limit:.0e})"
-
-
-def relative_rms(got: np.ndarray, want: np.ndarray) -> float:
-    """sqrt(mean (got - want)^2) / sqrt(mean want^2); infinite for NaN or infinities, plain RMS where `want` is 0."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    if got.shape != want.shape:
-        raise AssertionError(f"shape {got.shape} is not {want.shape}")
-    if not np.all(np.isfinite(got)):
-        return float("inf")
-    if got.size == 0:
-        return 0.0
-    size = np.sqrt(np.mean(want**2))
-    return float(np.sqrt(np.mean((got - want) ** 2)) / (size or 1.0))
 
 
 def _numpy(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:

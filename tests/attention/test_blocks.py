@@ -13,7 +13,7 @@ from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.kernels._attention.dropout import kept
 from ejkernel.kernels._xla import attention as xla_attention
 from ejkernel.kernels._xla.attention._visits import visits
-from ejkernel.modules.operations.attention import attention
+from ejkernel.modules import attention
 from ejkernel.types.mask import MaskInfo
 
 T, BLOCK = 64, 8

@@ -14,7 +14,8 @@ from ejkernel.kernels._cuda import attention as cuda_attention
 from ejkernel.kernels._registry import Backend, current_backend
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations.attention import Attention, attention
-from ejkernel.testing.attention_cases import AttentionCase, relative_rms
+from ejkernel.testing.attention_cases import AttentionCase
+from ejkernel.testing.compare import relative_rms
 from ejkernel.types.mask import MaskInfo
 
 pytestmark = [

@@ -41,8 +41,8 @@ def cases(draw) -> AttentionCase:
     return dataclasses.replace(case, sinks=sinks, bias=bias)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=7, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.integers(1, 8), st.integers(1, 8))
 def test_any_combination_of_options(case, block_q, block_k):
-    case.check(functools.partial(attention, cfg=AttentionConfig(block_q=block_q, block_k=block_k)))
+    case.check(functools.partial(attention, cfg=AttentionConfig(block_q=block_q, block_k=block_k)), weights=False)
     case.check(functools.partial(attention, cfg=AttentionConfig("direct")))

@@ -15,7 +15,7 @@ from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.kernels._registry import Backend, current_backend
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations.attention import Attention, attention
-from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Tuner
+from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Invocation, Tuner
 
 q = jax.random.normal(jax.random.key(0), (1, 32, 2, 8))
 on_cpu = pytest.mark.skipif(current_backend() is not Backend.CPU, reason="says what happens without a GPU")
@@ -66,16 +66,12 @@ def test_candidates_are_tuned_and_checked():
 
 
 def test_stored_configs_are_checked_before_use():
-    from ejkernel.ops import Invocation
-
     inv = Invocation.of(Attention(), problem_of(), platform="xla")
     assert Attention().check_cfg(inv, AttentionConfig("direct", platform="xla")) is None
     assert "fused" in Attention().check_cfg(inv, AttentionConfig("fused"))
 
 
 def test_calls_of_similar_length_share_a_key():
-    from ejkernel.ops import Invocation
-
     def key(length, **options):
         return Invocation.of(Attention(), problem_of(jnp.ones((1, length, 2, 8)), **options), platform=None).key
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels._attention import AttentionConfig
-from ejkernel.modules.operations.attention import attention
+from ejkernel.modules import attention
 from ejkernel.testing.attention_reference import attention_reference
 from ejkernel.types.mask import MaskInfo
 

@@ -34,7 +34,8 @@ def test_matches_reference(entry, cfg, case: AttentionCase):
         pytest.skip(f"needs {entry.backend}")
     if (reason := entry.refusal(case.problem)) is not None:
         pytest.skip(f"refused: {reason}")
-    case.check(functools.partial(entry.function, cfg=cfg))
+    # Weights come from the same code in every schedule of a platform.
+    case.check(functools.partial(entry.function, cfg=cfg), weights=cfg.schedule != "blockwise")
 
 
 def test_every_case_has_its_own_name():

@@ -104,7 +104,7 @@ def test_segment_ids_of_a_mask(packed):
     np.testing.assert_array_equal(q, POSITIONS)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(-1, 4), min_size=1, max_size=8), st.lists(st.integers(-1, 4), min_size=1, max_size=8))
 def test_segment_ids_and_masks_are_inverse(q, kv):
     mask = segment_ids_to_mask(jnp.array([q]), jnp.array([kv]))
@@ -112,7 +112,7 @@ def test_segment_ids_and_masks_are_inverse(q, kv):
     np.testing.assert_array_equal(segment_ids_to_mask(*mask_to_segment_ids(mask)), mask)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(-1, 3), min_size=0, max_size=9))
 def test_positions_count_within_a_segment(ids):
     expected = [0 if x < 0 else ids[:n].count(x) for n, x in enumerate(ids)]

@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from ejkernel.kernels._attention.dropout import kept
 from ejkernel.kernels._attention.problem import AttentionProblem
+from ejkernel.kernels._varying import vary, varying_axes
 
 Index = int | Array
 
@@ -152,19 +152,8 @@ def alike_varying(problem: AttentionProblem) -> AttentionProblem:
     gradient of this marking is the sum over the mesh that a replicated input's gradient needs.
     """
     leaves = [leaf for leaf in vars(problem).values() if isinstance(leaf, Array)]
-    axes = frozenset().union(*(varying_axes(leaf) for leaf in leaves))
+    axes = varying_axes(*leaves)
     changed: dict[str, Any] = {
         name: vary(leaf, axes) for name, leaf in vars(problem).items() if isinstance(leaf, Array) and axes - varying_axes(leaf)
     }
     return dataclasses.replace(problem, **changed) if changed else problem
-
-
-def varying_axes(x: Array) -> frozenset[str]:
-    """The mesh axes of `shard_map` over which an array varies."""
-    return jax.typeof(x).mat.varying
-
-
-def vary(x: Array, axes: frozenset[str]) -> Array:
-    """The array, marked as varying over these mesh axes too."""
-    missing = tuple(sorted(axes - varying_axes(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x

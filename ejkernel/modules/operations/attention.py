@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ejkernel.kernels._attention import AttentionConfig, AttentionImplementation, AttentionProblem
-from ejkernel.kernels._registry import as_platform, kernel_registry
+from ejkernel.kernels._registry import Backend, Implementation, as_platform, kernel_registry
 from ejkernel.modules.base import default_executor
 from ejkernel.ops import Invocation, Kernel
 from ejkernel.ops.inputs import random_arguments
@@ -46,11 +46,15 @@ class Attention(Kernel[AttentionConfig, tuple[jax.Array, jax.Array | None]]):
 
     def heuristic_cfg(self, inv: Invocation) -> AttentionConfig:
         """The choice of the best platform that supports the call."""
-        return _supporting(inv.arguments["problem"], inv.arguments["platform"]).heuristic(inv.arguments["problem"])
+        problem, platform = inv.arguments["problem"], inv.arguments["platform"]
+        return _function(kernel_registry.select(self.op_id, platform, problem=problem)).heuristic(problem)
 
     def candidate_cfgs(self, inv: Invocation) -> Iterable[AttentionConfig]:
-        """What that platform would measure."""
-        return _supporting(inv.arguments["problem"], inv.arguments["platform"]).candidates(inv.arguments["problem"])
+        """What every platform that supports the call would measure; one that was asked for is alone."""
+        problem, asked = inv.arguments["problem"], as_platform(inv.arguments["platform"])
+        for entry in kernel_registry.list_implementations(self.op_id):
+            if asked in (None, entry.platform) and kernel_registry.refusal(entry, problem) is None:
+                yield from _function(entry).candidates(problem)
 
     def check_cfg(self, inv: Invocation, cfg: AttentionConfig) -> str | None:
         """The reason why the call cannot run with `cfg`."""
@@ -69,16 +73,20 @@ class Attention(Kernel[AttentionConfig, tuple[jax.Array, jax.Array | None]]):
         return tuple(axis for axis in _LENGTH_AXES.get(name, ()) if shape[axis] != 1)
 
     def random_inputs(self, inv: Invocation, key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """As by default, but with masks that keep everything: a mask of False would leave nothing to measure."""
+        """As by default, but with masks that keep everything and full segments: otherwise there is nothing to measure."""
         (problem,), kwargs = random_arguments(inv, key)
-        if problem.mask is not None:
-            problem = dataclasses.replace(problem, mask=jnp.ones_like(problem.mask))
-        return (problem,), kwargs
+        mask, packing = problem.mask, problem.packing
+        if mask is not None:
+            mask = jnp.ones_like(mask)
+        if packing is not None:
+            q_lengths = jnp.full_like(packing.q_lengths, packing.q_rows.shape[1])
+            kv_lengths = jnp.full_like(packing.kv_lengths, packing.kv_rows.shape[1])
+            packing = packing._replace(q_lengths=q_lengths, kv_lengths=kv_lengths)
+        return (dataclasses.replace(problem, mask=mask, packing=packing),), kwargs
 
 
-def _supporting(problem: AttentionProblem, platform: str | None, backend: str | None = None) -> AttentionImplementation:
-    """The best implementation that supports the call; ValueError with the reasons when there is none."""
-    return cast(AttentionImplementation, kernel_registry.select("attention", platform, backend, problem).function)
+def _function(entry: Implementation) -> AttentionImplementation:
+    return cast(AttentionImplementation, entry.function)
 
 
 def _implementation(problem: AttentionProblem, platform: str | None, cfg: AttentionConfig) -> AttentionImplementation:
@@ -86,20 +94,17 @@ def _implementation(problem: AttentionProblem, platform: str | None, cfg: Attent
     asked, configured = as_platform(platform), as_platform(cfg.platform)
     if asked is not None and configured is not None and asked is not configured:
         raise ValueError(f"platform {str(asked)!r} was asked for, but cfg is for platform {str(configured)!r}.")
-    wanted, backend = asked or configured, None if cfg.backend == "any" else cfg.backend
-    options = [entry.platform for entry in kernel_registry.list_implementations("attention")] if wanted is None else [wanted]
+    wanted, backend = asked or configured, None if cfg.backend == Backend.ANY else cfg.backend
+    kernel_registry.select("attention", wanted, backend, problem)  # raises, with the reasons, when nothing fits the call
     refused = []
-    for option in options:
-        try:
-            chosen = _supporting(problem, option, backend)
-        except ValueError as unsupported:
-            refused.append(str(unsupported))
-            continue
-        reason = chosen.refuses(problem, cfg)
-        if reason is None:
-            return chosen
-        refused.append(reason)
-    raise ValueError(f"attention cannot run with {cfg}: {'; '.join(refused)}")
+    for entry in kernel_registry.list_implementations("attention"):
+        if wanted in (None, entry.platform):
+            function = _function(entry)
+            reason = kernel_registry.refusal(entry, problem, backend) or function.refuses(problem, cfg)
+            if reason is None:
+                return function
+            refused.append(f"{entry.platform}: {reason}")
+    raise ValueError(f"attention cannot run with {cfg}: {'; '.join(refused)}.")
 
 
 def attention(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels._varying import vary, varying_axes
 from ejkernel.kernels._xla.recurrent import _gated_chunk, _scalar_chunk
 from ejkernel.kernels._xla.recurrent._products import Matmul
 from ejkernel.kernels._xla.recurrent._slots import Slot, Slots, put, take
@@ -51,9 +52,10 @@ def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: b
     (B, T, H, K), V = arrays["query"].shape, arrays["value"].shape[-1]
     slots = plan.slots(T, cu_seqlens)
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    zeros = lambda *shape, dtype=plan.state: varying_like(jnp.zeros(shape, dtype), *arrays.values())
+    axes = varying_axes(*arrays.values())
+    zeros = lambda *shape, dtype=plan.state: vary(jnp.zeros(shape, dtype), axes)
     initial = arrays.get("initial_state")
-    initial = zeros(sequences, H, K, V) if initial is None else varying_like(initial, *arrays.values())
+    initial = zeros(sequences, H, K, V) if initial is None else vary(initial, axes)
     if plan.schedule == "recurrent" and cu_seqlens is None and not keep_states:
         state, output = _steps(plan, arrays, None, initial, zeros(B, T, H, V, dtype=plan.output), (0, T))
         return output, state, None
@@ -93,12 +95,12 @@ def backward(
     given = dict(arrays)
     (B, T, H, K), V = given["query"].shape, given["value"].shape[-1]
     slots = plan.slots(T, cu_seqlens)
-    everything = (*given.values(), doutput, dfinal, states)
+    axes = varying_axes(*given.values(), doutput, dfinal, states)
     arrays, doutput = _padded(slots, given), slots.padded(doutput)
     time_grads = [name for name in wanted if name not in ("g_gamma", "initial_state")]
-    empty = {name: varying_like(jnp.zeros_like(arrays[name]), *everything) for name in time_grads}
-    dgamma = varying_like(jnp.zeros(given["g_gamma"].shape, plan.state), *everything) if "g_gamma" in wanted else None
-    dfinal = varying_like(dfinal.astype(plan.state), *everything)
+    empty = {name: vary(jnp.zeros_like(arrays[name]), axes) for name in time_grads}
+    dgamma = vary(jnp.zeros(given["g_gamma"].shape, plan.state), axes) if "g_gamma" in wanted else None
+    dfinal = vary(dfinal.astype(plan.state), axes)
 
     def body(step: Array, carry: Any) -> Any:
         dstate, dinitials, grads, dgamma = carry
@@ -121,7 +123,7 @@ def backward(
 
     packed = cu_seqlens is not None
     start = (
-        varying_like(jnp.zeros((B, H, K, V), plan.state), *everything) if packed else dfinal,
+        vary(jnp.zeros((B, H, K, V), plan.state), axes) if packed else dfinal,
         dfinal if packed else None,  # an empty sequence hands its final state's cotangent to its initial state
         empty,
         dgamma,
@@ -229,9 +231,3 @@ def _steps(
             state, output = step(i, (state, output))
         return state, output
     return lax.fori_loop(0, count, step, (state, output))
-
-
-def varying_like(x: Array, *others: Array) -> Array:
-    """`x` typed as varying over every `shard_map` axis that `others` vary over: loops need carries of one type."""
-    missing: frozenset[str] = frozenset().union(*(jax.typeof(y).mat.varying for y in others)) - jax.typeof(x).mat.varying
-    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
