@@ -40,10 +40,9 @@ from ejkernel.kernels._attention.logits import (
     product,
     scaled_query,
     sum_dtype,
-    vary,
-    varying_axes,
 )
 from ejkernel.kernels._attention.problem import AttentionProblem
+from ejkernel.kernels._varying import vary, varying_axes
 from ejkernel.kernels._xla.attention._visits import visits
 
 
