@@ -69,16 +69,16 @@ def test_dtype_is_that_of_the_output_and_gradients_keep_their_own(dtype):
     q, k, v = arrays()
     output, weights = attention(q, k, v, dtype=dtype)
     assert (output.dtype, weights.dtype) == (dtype, dtype)
-    grad = jax.grad(lambda q: attention(q, k, v, dtype=dtype)[0].astype(jnp.float32).sum())(q)
+    grad = jax.grad(lambda q: attention(q, k, v, dtype=dtype, return_weights=False).astype(jnp.float32).sum())(q)
     assert grad.dtype == jnp.float32
 
 
 def test_dtype_defaults_to_bfloat16_and_none_means_the_inputs():
     q, k, v = arrays()
-    assert attention(q, k, v)[0].dtype == jnp.bfloat16
-    assert attention(q, k, v, dtype=None)[0].dtype == jnp.float32
-    assert attention(*arrays(dtype=jnp.float16), dtype=None)[0].dtype == jnp.float16
-    assert attention(q.astype(jnp.bfloat16), k, v, dtype=None)[0].dtype == jnp.float32
+    assert attention(q, k, v, return_weights=False).dtype == jnp.bfloat16
+    assert attention(q, k, v, dtype=None, return_weights=False).dtype == jnp.float32
+    assert attention(*arrays(dtype=jnp.float16), dtype=None, return_weights=False).dtype == jnp.float16
+    assert attention(q.astype(jnp.bfloat16), k, v, dtype=None, return_weights=False).dtype == jnp.float32
 
 
 def test_float64_is_computed_in_float64():
@@ -106,11 +106,13 @@ def test_nothing_is_in_float64_unless_inputs_are(cfg):
 @both_schedules
 def test_softmax_dtype_is_the_dtype_of_exponentials(cfg):
     q, k, v = arrays()
-    narrow = attention(q, k, v, dtype=None, softmax_dtype=jnp.bfloat16, cfg=cfg)[0]
-    wide = attention(q, k, v, dtype=None, cfg=cfg)[0]
+    narrow = attention(q, k, v, dtype=None, softmax_dtype=jnp.bfloat16, cfg=cfg, return_weights=False)
+    wide = attention(q, k, v, dtype=None, cfg=cfg, return_weights=False)
     assert narrow.dtype == jnp.float32
     assert 1e-4 < np.abs(narrow - wide).max() < 3e-2
-    text = str(jax.make_jaxpr(lambda q: attention(q, k, v, dtype=None, softmax_dtype=jnp.bfloat16, cfg=cfg)[0])(q))
+    text = str(
+        jax.make_jaxpr(lambda q: attention(q, k, v, dtype=None, softmax_dtype=jnp.bfloat16, cfg=cfg, return_weights=False))(q)
+    )
     assert any("bf16" in line and " exp " in line for line in text.splitlines())
 
 
@@ -122,7 +124,7 @@ def test_init_bias_is_called_only_without_bias_and_mask():
         calls.append(1)
         return jnp.full((1, 1, T, S), -jnp.inf).at[..., 0].set(0)
 
-    output = attention(q, k, v, init_bias=init_bias, dtype=None)[0]
+    output = attention(q, k, v, init_bias=init_bias, dtype=None, return_weights=False)
     np.testing.assert_allclose(output, jnp.repeat(v[:, :1], H // HKV, 2).repeat(T, 1), atol=1e-6)
     assert calls == [1]
     attention(q, k, v, jnp.zeros((1, 1, T, S)), init_bias=init_bias)
@@ -134,7 +136,7 @@ def test_init_bias_is_called_only_without_bias_and_mask():
 def test_init_bias_applies_with_causal():
     q, k, v = arrays()
     bias = np.random.default_rng(0).normal(size=(1, H, T, S)).astype(np.float32)
-    output = attention(q, k, v, init_bias=lambda: bias, causal=True, dtype=None)[0]
+    output = attention(q, k, v, init_bias=lambda: bias, causal=True, dtype=None, return_weights=False)
     np.testing.assert_allclose(output, expected(q, k, v, bias=bias, causal=True), atol=1e-6)
 
 
@@ -143,7 +145,7 @@ def test_a_row_without_keys_gives_zeros_and_zero_gradients(cfg):
     q, k, v = arrays()
     mask = jnp.ones((B, T, S), bool).at[:, 3].set(False)
     bias = jnp.zeros((B, 1, T, S)).at[:, :, 5].set(-jnp.inf)
-    fun = lambda q, k, v, bias: attention(q, k, v, bias, attention_mask=mask, dtype=None, cfg=cfg)[0]
+    fun = lambda q, k, v, bias: attention(q, k, v, bias, attention_mask=mask, dtype=None, cfg=cfg, return_weights=False)
     output, pull = jax.vjp(fun, q, k, v, bias)
     dq, dk, dv, dbias = pull(jnp.ones_like(output))
     for row in (3, 5):
@@ -162,8 +164,17 @@ def test_masks_and_bias_and_mask_info_all_apply(cfg):
     mask, info = rng.random((B, HKV, T, S)) < 0.7, rng.random((B, H, T, S)) < 0.7
     bias = rng.normal(size=(B, HKV, T, S)).astype(np.float32)
     output = attention(
-        q, k, v, bias, attention_mask=mask, mask_info=MaskInfo.from_attention_mask(info), causal=True, dtype=None, cfg=cfg
-    )[0]
+        q,
+        k,
+        v,
+        bias,
+        attention_mask=mask,
+        mask_info=MaskInfo.from_attention_mask(info),
+        causal=True,
+        dtype=None,
+        cfg=cfg,
+        return_weights=False,
+    )
     joined = np.repeat(mask, H // HKV, 1) & info
     np.testing.assert_allclose(output, expected(q, k, v, bias=bias, attention_mask=joined, causal=True), atol=1e-6)
 
@@ -172,8 +183,8 @@ def test_masks_and_bias_and_mask_info_all_apply(cfg):
 def test_mask_info_bias_is_the_mask(cfg):
     q, k, v = arrays(T, T)
     info = MaskInfo.from_segments(jnp.array([[0] * 5 + [1] * 4 + [-1] * 3] * B))
-    by_bias = attention(q, k, v, info.bias, dtype=None, cfg=cfg)[0]
-    by_info = attention(q, k, v, mask_info=info, dtype=None, cfg=cfg)[0]
+    by_bias = attention(q, k, v, info.bias, dtype=None, cfg=cfg, return_weights=False)
+    by_info = attention(q, k, v, mask_info=info, dtype=None, cfg=cfg, return_weights=False)
     np.testing.assert_allclose(by_bias, by_info, atol=1e-6)
     assert not np.any(by_bias[:, 9:])
 
@@ -181,36 +192,51 @@ def test_mask_info_bias_is_the_mask(cfg):
 @both_schedules
 def test_a_query_block_at_the_end_of_a_cache(cfg):
     q, k, v = arrays(T, T)
-    whole = attention(q, k, v, causal=True, sliding_window=(4, 0), dtype=None, cfg=cfg)[0]
+    whole = attention(q, k, v, causal=True, sliding_window=(4, 0), dtype=None, cfg=cfg, return_weights=False)
     info = MaskInfo.from_segments(
         jnp.zeros((B, 3), jnp.int32), jnp.zeros((B, T), jnp.int32), q_positions=jnp.array([[9, 10, 11]] * B)
     )
-    last = attention(q[:, 9:], k, v, mask_info=info, causal=True, sliding_window=(4, 0), dtype=None, cfg=cfg)[0]
+    last = attention(
+        q[:, 9:], k, v, mask_info=info, causal=True, sliding_window=(4, 0), dtype=None, cfg=cfg, return_weights=False
+    )
     np.testing.assert_allclose(last, whole[:, 9:], atol=1e-6)
 
 
 @both_schedules
 def test_packed_sequences_do_not_see_each_other(cfg):
     q, k, v = (x[:1] for x in arrays(T, T))
-    packed = attention(q, k, v, mask_info=MaskInfo.from_cu_seqlens(jnp.array([0, 5, 12])), causal=True, dtype=None, cfg=cfg)[0]
+    packed = attention(
+        q,
+        k,
+        v,
+        mask_info=MaskInfo.from_cu_seqlens(jnp.array([0, 5, 12])),
+        causal=True,
+        dtype=None,
+        cfg=cfg,
+        return_weights=False,
+    )
     for part in (slice(0, 5), slice(5, 12)):
-        alone = attention(q[:, part], k[:, part], v[:, part], causal=True, dtype=None, cfg=cfg)[0]
+        alone = attention(q[:, part], k[:, part], v[:, part], causal=True, dtype=None, cfg=cfg, return_weights=False)
         np.testing.assert_allclose(packed[:, part], alone, atol=1e-6)
 
 
 def test_a_mask_info_of_one_row_serves_the_batch():
     q, k, v = arrays(T, T)
     ids = jnp.array([[0] * 6 + [1] * 6])
-    one = attention(q, k, v, mask_info=MaskInfo.from_segments(ids), causal=True, dtype=None, cfg=BLOCKWISE)[0]
-    both = attention(q, k, v, mask_info=MaskInfo.from_segments(ids.repeat(B, 0)), causal=True, dtype=None, cfg=DIRECT)[0]
+    one = attention(
+        q, k, v, mask_info=MaskInfo.from_segments(ids), causal=True, dtype=None, cfg=BLOCKWISE, return_weights=False
+    )
+    both = attention(
+        q, k, v, mask_info=MaskInfo.from_segments(ids.repeat(B, 0)), causal=True, dtype=None, cfg=DIRECT, return_weights=False
+    )
     np.testing.assert_allclose(one, both, atol=1e-6)
 
 
 def test_no_sinks_is_as_none_and_sinks_of_minus_infinity_too():
     q, k, v = arrays()
-    plain = attention(q, k, v, dtype=None)[0]
-    np.testing.assert_array_equal(attention(q, k, v, softmax_aux=jnp.zeros((H, 0)), dtype=None)[0], plain)
-    fun = lambda sinks, cfg: attention(q, k, v, softmax_aux=sinks, dtype=None, cfg=cfg)[0].sum()
+    plain = attention(q, k, v, dtype=None, return_weights=False)
+    np.testing.assert_array_equal(attention(q, k, v, softmax_aux=jnp.zeros((H, 0)), dtype=None, return_weights=False), plain)
+    fun = lambda sinks, cfg: attention(q, k, v, softmax_aux=sinks, dtype=None, cfg=cfg, return_weights=False).sum()
     for cfg in (DIRECT, BLOCKWISE):
         value, grad = jax.value_and_grad(fun)(jnp.full((H, 2), -jnp.inf), cfg)
         np.testing.assert_allclose(value, plain.sum(), rtol=1e-4)
@@ -221,7 +247,9 @@ def test_no_sinks_is_as_none_and_sinks_of_minus_infinity_too():
 def test_traced_scale_and_its_gradient(cfg):
     q, k, v = arrays()
     d_output = np.random.default_rng(0).normal(size=(B, T, H, D)).astype(np.float32)
-    fun = lambda scale: (attention(q, k, v, softmax_scale=scale, dtype=None, causal=True, cfg=cfg)[0] * d_output).sum()
+    fun = lambda scale: (
+        attention(q, k, v, softmax_scale=scale, dtype=None, causal=True, cfg=cfg, return_weights=False) * d_output
+    ).sum()
     got = jax.jit(jax.grad(fun))(0.7)
     want = attention_reference(q, k, v, d_output, softmax_scale=0.7, causal=True).gradients["softmax_scale"]
     np.testing.assert_allclose(got, want, rtol=2e-5)
@@ -258,7 +286,7 @@ class TestDropout:
         "options", [{"deterministic": True}, {"dropout_prob": 0.0}, {"deterministic": True, "dropout_rng": None}]
     )
     def test_off(self, options):
-        np.testing.assert_array_equal(self.call(**options)[0], attention(*arrays(), dtype=None)[0])
+        np.testing.assert_array_equal(self.call(**options)[0], attention(*arrays(), dtype=None, return_weights=False))
 
     def test_without_a_key(self):
         with pytest.raises(ValueError, match="dropout_rng must be given"):
