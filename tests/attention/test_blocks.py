@@ -117,6 +117,10 @@ def test_heuristic_takes_blocks_for_long_calls_and_even_ones():
     assert cfg.schedule == "blockwise"
     assert -(-4100 // cfg.block_q) * cfg.block_q - 4100 < 100
     assert xla_attention.heuristic(problem()).schedule == "direct"
+    few = jax.ShapeDtypeStruct((1, 64, 8, 64), jnp.float32)
+    wide = xla_attention.heuristic(dataclasses.replace(long, query=few))
+    assert wide.block_q == 64
+    assert wide.block_k > cfg.block_k
     windowed = dataclasses.replace(long, left=100, right=0)
     assert xla_attention.heuristic(windowed).block_k <= 128
     candidates = xla_attention.candidates(long)

@@ -39,8 +39,8 @@ class XlaAttention(AttentionImplementation):
     def heuristic(self, problem: AttentionProblem) -> AttentionConfig:
         if problem.score_count <= DIRECT_SCORES or min(problem.q_len, problem.kv_len) == 1:
             return AttentionConfig("direct", platform="xla")
-        block = _block(problem)
-        return AttentionConfig("blockwise", _even(problem.q_len, block), _even(problem.kv_len, block), platform="xla")
+        block_q, block_k = _blocks(problem)
+        return AttentionConfig("blockwise", _even(problem.q_len, block_q), _even(problem.kv_len, block_k), platform="xla")
 
     def candidates(self, problem: AttentionProblem) -> list[AttentionConfig]:
         first = self.heuristic(problem)
@@ -70,14 +70,22 @@ def _output(problem: AttentionProblem, cfg: AttentionConfig) -> Float[Array, "B 
 direct_weights_program = jax.jit(direct_weights)
 
 
-def _block(problem: AttentionProblem) -> int:
-    """A power of two from 128 to 1024: as large as TILE_SCORES allows, and no larger than a window needs."""
+def _blocks(problem: AttentionProblem) -> tuple[int, int]:
+    """Powers of two: squares from 128 to 1024, as large as TILE_SCORES allows and no larger than a window needs.
+
+    Where one length is shorter than a square's side, the other side grows: a few queries look at many keys in a step.
+    """
     most, rows = TILE_SCORES[current_backend()], problem.batch * problem.heads
     window = None if problem.left is None or problem.right is None else problem.left + problem.right
     size = 1024
     while size > 128 and (rows * size * size > most or (window is not None and size > window)):
         size //= 2
-    return size
+    block_q = block_k = size
+    while window is None and block_q // 2 >= problem.q_len:
+        block_q, block_k = block_q // 2, block_k * 2
+    while window is None and block_k // 2 >= problem.kv_len:
+        block_q, block_k = block_q * 2, block_k // 2
+    return block_q, block_k
 
 
 def _even(length: int, block: int) -> int:
