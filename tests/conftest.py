@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
+import jax
 import pytest
+
+# Triton decides when a kernel is decorated whether it is interpreted, so this comes before any of them is imported. Where there
+# is a GPU, kernels are compiled (make test-gpu).
+if jax.default_backend() == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,12 @@ from ejkernel.kernels._registry import as_backend, as_platform
 
 Schedule = Literal["chunked", "recurrent"]
 MAX_BLOCK_Q = 1024
+TILE_FIELDS = {
+    "block_k": (16, 32, 64, 128, 256, 512),
+    "block_d": (16, 32, 64, 128, 256, 512),
+    "num_warps": (1, 2, 4, 8, 16),
+    "num_stages": (1, 2, 3, 4, 5, 6),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,18 +25,26 @@ class LinearConfig:
         schedule: `"chunked"` computes blocks of tokens by matrix products; `"recurrent"` goes step by step.
         block_q: tokens per chunk, a power of two. Also the distance between the states that the gradient keeps, in both
             schedules: the backward pass is always chunked.
+        block_k, block_d: key and value channels per tile, powers of two from 16 on; None: each kernel's own choice. Only
+            platforms that tile channels read them (triton).
+        num_warps, num_stages: warps per program and depth of its load pipeline, likewise.
         platform: the platform to run on; `"auto"` takes the best one that supports the call.
         backend: the kind of device, `"any"` for the one JAX computes on.
 
     Example:
         >>> LinearConfig(schedule="chunked", block_q=32)
-        LinearConfig(schedule='chunked', block_q=32, platform='auto', backend='any')
+        LinearConfig(schedule='chunked', block_q=32, platform='auto', backend='any', block_k=None, block_d=None,
+                     num_warps=None, num_stages=None)
     """
 
     schedule: Schedule = "chunked"
     block_q: int = 64
     platform: str = "auto"
     backend: str = "any"
+    block_k: int | None = None
+    block_d: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in get_args(Schedule):
@@ -41,5 +55,8 @@ class LinearConfig:
                 f"block_q must be a power of two from 1 to {MAX_BLOCK_Q}, since a chunk is halved down to single tokens; "
                 f"got {self.block_q!r}."
             )
+        for name, legal in TILE_FIELDS.items():
+            if (value := getattr(self, name)) is not None and value not in legal:
+                raise ValueError(f"{name} must be None or one of {', '.join(map(str, legal))}; got {value!r}.")
         as_platform(self.platform)
         as_backend(self.backend)

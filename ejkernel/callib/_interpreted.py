@@ -1,0 +1,105 @@
+"""Triton kernels interpreted on host memory, without a GPU and without torch: for tests of the mathematics.
+
+Triton's interpreter asks its array arguments for a handful of methods that `HostArray` has over numpy memory; loads and
+stores then go straight to that memory. It runs one program after another, so it proves sums and indices, not the absence
+of races.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.callib._compiled import _DTYPES
+
+
+class HostArray:
+    """What Triton's interpreter needs of an array."""
+
+    def __init__(self, array: np.ndarray | None):
+        self.array = array
+        self.dtype = None if array is None else _DTYPES[array.dtype.name]
+
+    def data_ptr(self) -> int:
+        assert self.array is not None
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> HostArray:
+        return self
+
+    def cpu(self) -> HostArray:
+        return self
+
+    def copy_(self, other: HostArray) -> None:
+        """The interpreter's copy back to the device: host memory is the device here."""
+
+    def new_empty(self, *_: Any, device: Any = None) -> HostArray:
+        return HostArray(None)
+
+    def set_(self, storage: HostArray, offset: int, size: Any, stride: Any) -> None:
+        self.array, self.dtype = storage.array, storage.dtype
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        assert self.array is not None
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        assert self.array is not None
+        return tuple(s // self.array.itemsize for s in self.array.strides)
+
+
+def run(
+    kernel: Any,
+    names: Sequence[str],
+    args: Sequence[Any],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, int, int],
+    constants: dict[str, Any],
+    aliases: dict[int, int],
+    zeroed: frozenset[int],
+) -> list[jax.Array]:
+    _mend_bfloat16_dot()
+    source = {o: i for i, o in aliases.items()}
+
+    def on_host(*concrete: Any) -> tuple[np.ndarray, ...]:
+        arrays = iter(concrete)
+        values = [np.array(next(arrays)) if isinstance(x, jax.Array) else x for x in args]
+        results = [_buffer(x, values[source[i]] if i in source else None, i in zeroed) for i, x in enumerate(outputs)]
+        hosts = [HostArray(x) if isinstance(x, np.ndarray) else x for x in [*values, *results]]
+        given = {**dict(zip(names, hosts, strict=True)), **constants}
+        kernel[grid](*[given[name] for name in inspect.signature(kernel.fn).parameters])
+        return tuple(results)
+
+    arrays = [x for x in args if isinstance(x, jax.Array)]
+    return list(jax.pure_callback(on_host, tuple(outputs), *arrays, vmap_method="sequential"))
+
+
+def _buffer(out: jax.ShapeDtypeStruct, aliased: np.ndarray | None, zero: bool) -> np.ndarray:
+    if aliased is not None:
+        return aliased
+    poison = np.nan if jnp.issubdtype(out.dtype, jnp.floating) else 0  # an element left unwritten must show in a test
+    return np.full(out.shape, 0 if zero else poison, out.dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def _mend_bfloat16_dot() -> None:
+    """Widens bfloat16 operands of `tl.dot`: as it comes, the interpreter multiplies their bit patterns and says nothing."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        wide = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+        return original(self, *wide, *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot

@@ -1,0 +1,150 @@
+"""`triton_call`: a Triton kernel as a JAX function of arrays, compiled on a GPU or interpreted on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+_target: contextvars.ContextVar[int | None] = contextvars.ContextVar("ejkernel_triton_target", default=None)
+
+
+@contextlib.contextmanager
+def compile_for(compute_capability: int) -> Iterator[None]:
+    """Inside, kernels are compiled for this compute capability (90: Hopper) instead of the GPU at hand.
+
+    For lowering on a machine without a GPU: `jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))`.
+    """
+    token = _target.set(compute_capability)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def triton_call(
+    *args: Any,
+    kernel: Any,
+    out_shape: Any,
+    grid: int | Sequence[int] | Callable[[dict[str, Any]], Sequence[int]],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    maxnreg: int | None = None,
+    input_output_aliases: dict[int, int] | None = None,
+    zeroed_outputs: Sequence[int] = (),
+    **constants: Any,
+) -> Any:
+    """Runs `kernel` (a `@triton.jit` function) on JAX arrays; works under `jit`, and under `vmap` one after another.
+
+    The kernel's parameters are filled in their order: first `args`, then one pointer for each output, skipping those that
+    `constants` gives by name (its `tl.constexpr` parameters; an optional pointer may be given there as None).
+
+    Args:
+        args: arrays (passed as pointers), Python numbers (ints as i32, or i64 when they need it; floats as f32; never
+            specialised on their value) or None (a pointer the kernel does without).
+        out_shape: a `jax.ShapeDtypeStruct` or a pytree of them; the result has its structure.
+        grid: the number of programs along up to three axes, or a function of `constants` that gives it.
+        num_warps, num_stages, maxnreg: Triton's compile options; without meaning when interpreted.
+        input_output_aliases: {index in `args`: index of the output} that share one buffer: the output starts with the
+            input's contents. The input is copied first unless it is donated or no longer needed.
+        zeroed_outputs: indices of outputs that are zero when the kernel starts. All others hold anything (interpreted: NaN).
+
+    A kernel decorated while `TRITON_INTERPRET=1` was set is interpreted on the host, for tests without a GPU.
+
+    Raises:
+        ImportError: Triton, or compiled: JAX's CUDA plugin, is not installed.
+        TypeError: the arguments do not fit the kernel's parameters.
+
+    Example:
+        >>> triton_call(x, y, n, kernel=add, out_shape=x, grid=cdiv(n, 128), BLOCK=128)   # doctest: +SKIP
+    """
+    _require_triton()
+    outputs, tree = jax.tree.flatten(out_shape)
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
+    args = tuple(_as_argument(x) for x in args)
+    aliases = _checked_aliases(args, outputs, input_output_aliases or {})
+    for index in zeroed_outputs:
+        if not 0 <= index < len(outputs) or index in aliases.values():
+            raise TypeError(f"zeroed_outputs must name outputs 0 to {len(outputs) - 1} that alias no input; got {index}.")
+    names = _bound_names(kernel, len(args) + len(outputs), constants)
+    size = _grid(grid, constants)
+    if is_interpreted(kernel):
+        from ejkernel.callib._interpreted import run
+
+        results = run(kernel, names, args, outputs, size, constants, aliases, frozenset(zeroed_outputs))
+    else:
+        from ejkernel.callib._compiled import Options, run_compiled
+
+        options = Options(num_warps, num_stages, maxnreg)
+        results = run_compiled(
+            kernel, names, args, outputs, size, constants, aliases, frozenset(zeroed_outputs), options, _target.get()
+        )
+    return jax.tree.unflatten(tree, results)
+
+
+def _require_triton() -> None:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "triton_call needs Triton: pip install triton (3.6 to 3.9). The other platforms of ejkernel do without it."
+        ) from error
+
+
+def is_interpreted(kernel: Any) -> bool:
+    """Whether a kernel was decorated under TRITON_INTERPRET=1 and runs on the host."""
+    return type(kernel).__name__ == "InterpretedFunction"
+
+
+def _as_argument(x: Any) -> Any:
+    if x is None or isinstance(x, (bool, int, float, jax.Array)):
+        return x
+    if isinstance(x, np.ndarray):
+        return jax.numpy.asarray(x)
+    if isinstance(x, (np.integer, np.floating, np.bool_)):
+        return x.item()
+    raise TypeError(f"triton_call takes arrays, numbers and None; got {type(x).__name__}.")
+
+
+def _checked_aliases(args: Sequence[Any], outputs: Sequence[Any], aliases: dict[int, int]) -> dict[int, int]:
+    for i, o in aliases.items():
+        if not (0 <= i < len(args) and isinstance(args[i], jax.Array) and 0 <= o < len(outputs)):
+            raise TypeError(f"input_output_aliases must map an array argument to an output; got {i}: {o}.")
+        if (args[i].shape, args[i].dtype) != (outputs[o].shape, outputs[o].dtype):
+            raise TypeError(
+                f"argument {i} ({args[i].dtype}{list(args[i].shape)}) cannot share memory with output {o} "
+                f"({outputs[o].dtype}{list(outputs[o].shape)})."
+            )
+    return dict(aliases)
+
+
+def _bound_names(kernel: Any, positional: int, constants: dict[str, Any]) -> list[str]:
+    """The parameters that args and outputs fill, in order."""
+    function = getattr(kernel, "fn", None)
+    if function is None:
+        raise TypeError(f"kernel must be a @triton.jit function; got {type(kernel).__name__}.")
+    parameters = list(inspect.signature(function).parameters)
+    if unknown := [name for name in constants if name not in parameters]:
+        raise TypeError(f"{function.__name__} has no parameter {', '.join(unknown)}; it has {', '.join(parameters)}.")
+    names = [name for name in parameters if name not in constants]
+    if len(names) != positional:
+        raise TypeError(
+            f"{function.__name__} needs {len(names)} arguments and outputs ({', '.join(names)}) besides its constants; "
+            f"got {positional}."
+        )
+    return names
+
+
+def _grid(grid: Any, constants: dict[str, Any]) -> tuple[int, int, int]:
+    size = grid(constants) if callable(grid) else grid
+    size = (size,) if isinstance(size, int) else tuple(size)
+    if not 1 <= len(size) <= 3 or any(not isinstance(n, int) or n < 1 for n in size):
+        raise ValueError(f"grid must be one to three positive ints; got {size}.")
+    if any(n > 65535 for n in size[1:]) or size[0] > 2**31 - 1:
+        raise ValueError(f"grid is limited to (2^31 - 1, 65535, 65535) programs; got {size}.")
+    return (*size, 1, 1)[:3]

@@ -1,0 +1,1 @@
+"""The triton platform: kernels for NVIDIA GPUs."""

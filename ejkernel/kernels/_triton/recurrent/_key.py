@@ -1,0 +1,214 @@
+"""Forward with a decay per key channel, bfloat16: `prepare` is parallel over chunks, `outputs` walks them.
+
+`prepare` reads q, k and the gate once and leaves, per chunk of 64 rows, what the walk feeds to tensor cores unchanged:
+q * pre (scaled), k * suf, the chunk's total decay and the scores A. Its dyadic tree is in registers: decays are multiplied,
+one exponential per element, and since at each level odd blocks hold queries and even blocks keys, one operand P serves both
+sides: scores of a level = P P^T. Levels inside 16 rows are 16 x 16 products of one warp, the last two levels whole tiles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton.recurrent._tiles import load_rows, load_state, slot_at, store_rows, store_state
+from ejkernel.kernels._triton.recurrent._walk import combined, segment_at
+
+
+@triton.jit
+def _mul(a, b):
+    return a * b
+
+
+@triton.jit
+def _exp(x, APPROXIMATE: tl.constexpr):
+    if APPROXIMATE:  # one instruction; tl.exp adds range handling that no log decay needs
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp(x)
+
+
+@triton.jit
+def _upper(AXIS: tl.constexpr):
+    """True on the upper half of an axis of a [2, 2, 2, 2, 2, 2, BK] tensor."""
+    b = tl.arange(0, 2) == 1
+    if AXIS == 0:
+        b = b[:, None, None, None, None, None, None]
+    elif AXIS == 1:
+        b = b[None, :, None, None, None, None, None]
+    elif AXIS == 2:
+        b = b[None, None, :, None, None, None, None]
+    elif AXIS == 3:
+        b = b[None, None, None, :, None, None, None]
+    elif AXIS == 4:
+        b = b[None, None, None, None, :, None, None]
+    else:
+        b = b[None, None, None, None, None, :, None]
+    return b
+
+
+@triton.jit
+def _double(fq, fk, total, AXIS: tl.constexpr):
+    """From blocks of h rows to blocks of 2h: `total` holds each block's decay (axes below the level have size 1)."""
+    b = _upper(AXIS)
+    left = tl.reduce(tl.where(b, 1.0, total), AXIS, _mul, keep_dims=True)
+    right = tl.reduce(tl.where(b, total, 1.0), AXIS, _mul, keep_dims=True)
+    return fq * tl.where(b, left, 1.0), fk * tl.where(b, 1.0, right), left * right
+
+
+@triton.jit
+def prepare(
+    q, k, g, gs, gamma, slots, scale, T, NT,
+    A, qd, kd, tot,
+    H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    """Grid (slots, heads). A [slots, H, 64, 64], qd, kd [slots, H, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK."""
+    C: tl.constexpr = 64
+    DT: tl.constexpr = A.dtype.element_ty
+    VEC: tl.constexpr = BK // 32
+    s = tl.program_id(0)
+    head = tl.program_id(1)
+    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    if rows <= 0:
+        return
+    index = s.to(tl.int64) * H + head
+    # Tile row r is chunk row (r % 4) * 16 + r // 4.  With 4 warps and VEC = BK / 32 columns a thread, the compiler's
+    # blocked layout then gives warp w the rows 16w..16w+15, all 16 in the same thread: levels 0-3 touch registers only.
+    r = tl.arange(0, C)
+    chunk_row = (r & 3) * 16 + (r >> 2)
+    c = tl.arange(0, BK)
+    c = ((c // VEC) * VEC + c % VEC)[None, :]  # = c, but hides contiguity beyond VEC from the coalescing pass
+    cq = c + ((r & 3) * (16 * SIGN * H * K))[:, None]
+    ck = c + ((r & 3) * (16 * SIGN * HK * K))[:, None]
+    cg = c + ((r & 3) * (16 * SIGN * HG * K))[:, None]
+    cd = c + ((r & 3) * (16 * KP))[:, None]
+    oq = ((r >> 2) * (SIGN * H * K))[:, None]  # added last: a constant for each register, so an immediate offset
+    ok = ((r >> 2) * (SIGN * HK * K))[:, None]
+    og = ((r >> 2) * (SIGN * HG * K))[:, None]
+    od = ((r >> 2) * KP)[:, None]
+    inside = (chunk_row < rows)[:, None]
+    q += (token * H + head) * K
+    k += (token * HK + head // (H // HK)) * K
+    g += (token * HG + head // (H // HG)) * K
+    dst = index * (C * KP)
+    x = r[:, None] ^ r[None, :]
+    r16 = tl.arange(0, 16)
+    x16 = (r16[:, None] ^ r16[None, :])[None, :, :]
+    acc16 = tl.zeros([4, 16, 16], tl.float32)  # the four diagonal 16x16 blocks of A: diagonal and levels 0-3
+    acc = tl.zeros([C, C], tl.float32)  # the rest: levels 4 and 5
+    for ik in range(0, KP, BK):
+        if EVEN and K % BK == 0:
+            bq = tl.load(q + ik + cq + oq)
+            bk = tl.load(k + ik + ck + ok)
+            bg = tl.load(g + ik + cg + og)
+        else:
+            if K % BK == 0:
+                m = inside
+            else:
+                m = inside & (ik + tl.arange(0, BK)[None, :] < K)
+            bq = tl.load(q + ik + cq + oq, mask=m, other=0.0)
+            bk = tl.load(k + ik + ck + ok, mask=m, other=0.0)
+            bg = tl.load(g + ik + cg + og, mask=m, other=0.0)
+        bg = bg.to(tl.float32)
+        if (gs is not None) or (gamma is not None):
+            total = tl.zeros([C], tl.float32)
+            if gs is not None:
+                at = gs + token * HGS + head // (H // HGS) + chunk_row * (SIGN * HGS)
+                total += tl.load(at, mask=chunk_row < rows, other=0.0).to(tl.float32)
+            if gamma is not None:
+                total += tl.where(chunk_row < rows, tl.load(gamma + seq * H + head).to(tl.float32), 0.0)
+            bg += total[:, None]
+        bq = tl.reshape(bq, [16, 4, BK])
+        bk = tl.reshape(bk, [16, 4, BK])
+        e = tl.reshape(_exp(bg, APPROXIMATE), [16, 4, BK])
+        acc16 = tl.where(x16 == 0, tl.dot(tl.permute(bq, [1, 0, 2]), tl.permute(bk, [1, 2, 0])) * scale + acc16, acc16)
+        fq = tl.reshape(bq.to(tl.float32) * scale * e, [2, 2, 2, 2, 2, 2, BK])
+        fk = tl.reshape(bk.to(tl.float32), [2, 2, 2, 2, 2, 2, BK])
+        p = tl.reshape(e, [2, 2, 2, 2, 2, 2, BK])
+        for level in tl.static_range(4):  # row bits 0-3: axes 3, 2, 1, 0
+            P = tl.permute(tl.reshape(tl.where(_upper(3 - level), fq, fk).to(DT), [16, 4, BK]), [1, 0, 2])
+            s16 = tl.dot(P, tl.permute(P, [0, 2, 1]))
+            acc16 = tl.where((x16 >> level) == 1, acc16 + s16, acc16)
+            fq, fk, p = _double(fq, fk, p, 3 - level)
+        for level in tl.static_range(4, 6):  # row bits 4, 5 (warps): axes 5, 4
+            P = tl.permute(tl.reshape(tl.where(_upper(9 - level), fq, fk).to(DT), [16, 4, BK]), [1, 0, 2])
+            P = tl.reshape(P, [C, BK])
+            whole = tl.dot(P, tl.trans(P))
+            if KP > BK:
+                acc = tl.where((x >> level) == 1, acc + whole, acc)
+            else:
+                acc = tl.where((x >> level) == 1, whole, acc)
+            fq, fk, p = _double(fq, fk, p, 9 - level)
+        tl.store(qd + (dst + ik) + cd + od, tl.reshape(fq, [C, BK]).to(DT))
+        tl.store(kd + (dst + ik) + cd + od, tl.reshape(fk, [C, BK]).to(DT))
+        tl.store(tot + index * KP + ik + tl.arange(0, BK), tl.reshape(p, [BK]))
+    A += index * (C * C)
+    w16 = tl.arange(0, 4)[:, None, None] * 16
+    a16 = tl.where((r16[:, None] >= r16[None, :])[None, :, :], acc16, 0.0).to(DT)
+    tl.store(A + (w16 + r16[None, :, None]) * C + w16 + r16[None, None, :], a16)
+    # as [32, 128]: a [64, 64] store would share its vector width with the [64, BK] loads above (coalescing pass)
+    a = tl.reshape(tl.where(r[:, None] > r[None, :], acc, 0.0).to(DT), [32, 128])
+    rr = tl.arange(0, 32)
+    cc = tl.arange(0, 128)
+    tl.store(A + rr[:, None] * 128 + cc[None, :], a, mask=(rr // 8)[:, None] != ((cc % 64) // 16)[None, :])
+
+
+@triton.jit
+def outputs(
+    qd, kd, tot, A, v, begin, ends, end_decay, slots, segments, T, NT, NS, SC,
+    o, final, states, decay,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (value tiles * segments, heads). With decay given: only each segment's end (in final) and its decay."""
+    C: tl.constexpr = 64
+    SEGMENT: tl.constexpr = decay is not None
+    TV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    head = tl.program_id(1)
+    b = (pid % TV) * BV
+    g = pid // TV
+    first, count, seq, place, total = segment_at(segments, g, NT, NS, SC)
+    if seq < 0:
+        return
+    if SEGMENT:  # nobody starts from the end of the segment that is walked last
+        if place == total - 1:
+            return
+    row = seq.to(tl.int64) * H + head
+    r = tl.arange(0, C)
+    ck = tl.arange(0, KP)
+    S = tl.zeros([KP, BV], tl.float32)
+    kept = tl.full([KP], 1.0, tl.float32)
+    if begin is not None:
+        S += load_state(begin, row, 0, b, K, V, V, 1, KP, BV).to(tl.float32)
+    if ends is not None:
+        S = combined(S, ends, end_decay, None, g, place, total, head, 0, b, False, H, K, V, KP, BV)
+    for n in tl.range(count, num_stages=STAGES):
+        s = first + n
+        token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
+        index = s.to(tl.int64) * H + head
+        tile = r[:, None] * KP + ck[None, :]
+        bk = tl.load(kd + index * (C * KP) + tile)  # [C, KP]
+        bv = load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN).to(bk.dtype)  # [C, BV]
+        bt = tl.load(tot + index * KP + ck)  # [KP]
+        if SEGMENT:
+            kept *= bt
+        else:
+            if states is not None:
+                store_state(states, S, index, 0, b, K, V, KP, BV)
+            bq = tl.load(qd + index * (C * KP) + tile)
+            ba = tl.load(A + index * (C * C) + r[:, None] * C + r[None, :])  # [C, C]
+            bo = tl.dot(ba, bv, tl.dot(bq, S.to(bq.dtype)))
+            store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
+        S = tl.dot(tl.trans(bk), bv, S * bt[:, None])
+    if SEGMENT:
+        at = g.to(tl.int64) * H + head
+        store_state(final, S, at, 0, b, K, V, KP, BV)
+        if b == 0:
+            tl.store(decay + at * K + ck, kept, mask=ck < K)
+    else:
+        if place == total - 1:
+            store_state(final, S, row, 0, b, K, V, KP, BV)

@@ -1,0 +1,253 @@
+"""Chunks whose decay is one number per head and step (g of rank 3, g_gamma), or that do not decay.
+
+    o  = scale ((q k^T) * D) v + scale pre * (q S)          D[t, s]: product of the decays after s up to t; 0 for s > t
+    S' = tot S + (k suf)^T v
+
+`forward` walks a segment's chunks with the state in registers and reads every input once; `outputs` does one chunk from a
+stored state, for shapes whose state does not fit; `backward` does one chunk from the stored state and adjoint.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton.recurrent._tiles import (
+    decay_matrix,
+    dot,
+    head_log_decay,
+    load_rows,
+    load_state,
+    onwards,
+    slot_at,
+    store_rows,
+    store_state,
+)
+from ejkernel.kernels._triton.recurrent._walk import segment_at
+
+
+@triton.jit
+def constant_decay(gamma, seq, head, H: tl.constexpr):
+    """The log decay that g_gamma gives every step of a head; 0 without it."""
+    value = 0.0
+    if gamma is not None:
+        value = tl.maximum(tl.load(gamma + seq * H + head).to(tl.float32), -1e30)
+    return value
+
+
+@triton.jit
+def forward(
+    q, k, v, gs, gamma, begin, ends, end_decay, slots, segments, scale, T, NT, NS, SC,
+    o, final, states,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, DECAYS: tl.constexpr,
+    C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, ADJOINT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+    EXACT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (value tiles * segments, heads); BK >= K. states [slots, H, K, V] (None: not kept): S before every chunk.
+
+    STRIDE_K, STRIDE_V: of begin, ends and final, which may be stored transposed; ends' decays [.., DECAYS] are all alike.
+    ADJOINT walks back in time and lets every row see the rows from it on: with (v, do, q) for (q, k, v) it gives dk, with
+    (k, q, do) dv. (Not adjoint, (do, v, k) gives dq.)
+    """
+    GATED: tl.constexpr = (gs is not None) or (gamma is not None)
+    TV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    head = tl.program_id(1)
+    b = (pid % TV) * BV
+    g = pid // TV
+    first, count, seq, place, total = segment_at(segments, g, NT, NS, SC)
+    if seq < 0:
+        return
+    row = seq.to(tl.int64) * H + head
+    S = tl.zeros([BK, BV], tl.float32)
+    if begin is not None:
+        S += load_state(begin, row, 0, b, K, V, STRIDE_K, STRIDE_V, BK, BV).to(tl.float32)
+    if ends is not None:
+        steps = place
+        if ADJOINT:
+            steps = total - 1 - place
+        for n in range(steps):
+            other = (g - place + n).to(tl.int64) * H + head
+            if ADJOINT:
+                other = (g - place + total - 1 - n).to(tl.int64) * H + head
+            S = S * tl.load(end_decay + other * DECAYS)
+            S += load_state(ends, other, 0, b, K, V, STRIDE_K, STRIDE_V, BK, BV)
+    constant = constant_decay(gamma, seq, head, H)
+    t = tl.arange(0, C)[:, None]
+    u = tl.arange(0, C)[None, :]
+    if gs is None:  # the same in every chunk
+        if gamma is not None:
+            D = decay_matrix(gs, None, constant, ADJOINT, C, EXACT)
+        elif ADJOINT:
+            D = tl.where(t <= u, 1.0, 0.0)
+        else:
+            D = tl.where(t >= u, 1.0, 0.0)
+    for n in tl.range(count, num_stages=STAGES):
+        s = first + n
+        if ADJOINT:
+            s = first + count - 1 - n
+        token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
+        bq = load_rows(q, token, rows, head // (H // HQ), 0, HQ, K, C, BK, SIGN, EVEN)  # [C, BK]
+        bk = load_rows(k, token, rows, head // (H // HK), 0, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
+        bv = load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN)  # [C, BV]
+        if states is not None:
+            store_state(states, S, s.to(tl.int64) * H + head, 0, b, K, V, BK, BV)
+        bo = dot(bq, S, None, DT, PREC)  # [C, BV]
+        if GATED:
+            ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
+            following = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
+            pre = tl.exp(tl.cumsum(ls, 0))  # [C]
+            suf = tl.exp(tl.cumsum(following, 0, reverse=True))  # [C]
+            if gs is not None:
+                D = decay_matrix(gs, ls, constant, ADJOINT, C, EXACT)
+            S *= tl.exp(tl.sum(ls, 0))
+        A = dot(bq, tl.trans(bk.to(DT)), None, DT, PREC) * D  # [C, C]
+        if ADJOINT:  # the state holds scale times what it sums, since its beginning does
+            if GATED:
+                bo *= suf[:, None]
+                passed = bv.to(tl.float32) * (pre * scale)[:, None]
+            else:
+                passed = bv.to(tl.float32) * scale
+            bo = dot(A * scale, bv, bo, DT, PREC)
+        else:
+            if GATED:
+                bo *= pre[:, None]
+                passed = bv.to(tl.float32) * suf[:, None]
+            else:
+                passed = bv
+            bo = dot(A, bv, bo, DT, PREC) * scale
+        store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
+        S = dot(tl.trans(bk.to(DT)), passed, S, DT, PREC)
+    if final is not None:
+        last = place == total - 1
+        if ADJOINT:
+            last = place == 0
+        if last:
+            store_state(final, S, row, 0, b, K, V, BK, BV)
+
+
+@triton.jit
+def outputs(
+    q, k, v, gs, gamma, starts, slots, scale, T, NT,
+    o,
+    H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Grid (value tiles * slots, heads). starts [slots, H, K, V]: S before every chunk."""
+    TV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    head = tl.program_id(1)
+    b = (pid % TV) * BV
+    s = pid // TV
+    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    if rows <= 0:
+        return
+    A = tl.zeros([C, C], tl.float32)
+    bo = tl.zeros([C, BV], tl.float32)
+    for c in range(0, K, BK):
+        bq = load_rows(q, token, rows, head, c, H, K, C, BK, SIGN, EVEN)  # [C, BK]
+        bk = load_rows(k, token, rows, head // (H // HK), c, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
+        S = load_state(starts, s.to(tl.int64) * H + head, c, b, K, V, V, 1, BK, BV)  # [BK, BV]
+        A = dot(bq, tl.trans(bk.to(DT)), A, DT, PREC)
+        bo = dot(bq, S, bo, DT, PREC)
+    bv = load_rows(v, token, rows, head // (H // HK), b, HK, V, C, BV, SIGN, EVEN)  # [C, BV]
+    t = tl.arange(0, C)[:, None]
+    u = tl.arange(0, C)[None, :]
+    if (gs is not None) or (gamma is not None):
+        ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
+        A *= decay_matrix(gs, ls, constant_decay(gamma, seq, head, H), False, C, EXACT)
+        bo *= tl.exp(tl.cumsum(ls, 0))[:, None]
+    else:
+        A = tl.where(t >= u, A, 0.0)
+    store_rows(o, dot(A, bv, bo, DT, PREC) * scale, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
+
+
+@triton.jit
+def backward(
+    q, k, v, gs, gamma, do, starts, ends, slots, scale, T, NT,
+    dq, dk, dv, dg,
+    H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Grid (slots, heads). dq, dk [tokens, H, K], dv [tokens, H, V]; dg [tokens, H] (None without a gate)."""
+    GATED: tl.constexpr = (gs is not None) or (gamma is not None)
+    s = tl.program_id(0)
+    head = tl.program_id(1)
+    kv = head // (H // HK)
+    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    if rows <= 0:
+        return
+    index = s.to(tl.int64) * H + head
+    t = tl.arange(0, C)[:, None]
+    u = tl.arange(0, C)[None, :]
+    A = tl.zeros([C, C], tl.float32)  # q k^T
+    for c in range(0, K, BK):
+        bq = load_rows(q, token, rows, head, c, H, K, C, BK, SIGN, EVEN)
+        bk = load_rows(k, token, rows, kv, c, HK, K, C, BK, SIGN, EVEN)
+        A = dot(bq, tl.trans(bk.to(DT)), A, DT, PREC)
+    dA = tl.zeros([C, C], tl.float32)  # do v^T
+    for c in range(0, V, BV):
+        bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
+        bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
+        dA = dot(bd, tl.trans(bv.to(DT)), dA, DT, PREC)
+    if GATED:
+        ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
+        following = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
+        D = decay_matrix(gs, ls, constant_decay(gamma, seq, head, H), False, C, EXACT) * scale
+        pre = tl.exp(tl.cumsum(ls, 0)) * scale  # [C]
+        suf = tl.exp(tl.cumsum(following, 0, reverse=True))  # [C]
+        dA *= D
+        # The decay of row r is a factor of every D[t, s] with s < r <= t: sum over t >= r, then over the columns s < r.
+        spanned = dot(onwards(C), A * dA, None, DT, PREC)
+        dlog = tl.sum(tl.where(u < t, spanned, 0.0), 1)  # [C]
+        A *= D
+    else:
+        A = tl.where(t >= u, A, 0.0) * scale
+        dA = tl.where(t >= u, dA, 0.0) * scale
+    A = A.to(DT)
+    dA = dA.to(DT)
+    dAt = tl.trans(dA)
+    at_prefix = tl.zeros([C], tl.float32)
+    at_suffix = tl.zeros([C], tl.float32)
+    through = 0.0
+    for a in range(0, K, BK):
+        bq = load_rows(q, token, rows, head, a, H, K, C, BK, SIGN, EVEN)  # [C, BK]
+        bk = load_rows(k, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)
+        xq = tl.zeros([C, BK], tl.float32)
+        xk = tl.zeros([C, BK], tl.float32)
+        for c in range(0, V, BV):
+            bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)  # [C, BV]
+            bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
+            S = load_state(starts, index, a, c, K, V, V, 1, BK, BV)  # [BK, BV]
+            dS = load_state(ends, index, a, c, K, V, V, 1, BK, BV)
+            xq = dot(bd, tl.trans(S.to(DT)), xq, DT, PREC)
+            xk = dot(bv, tl.trans(dS.to(DT)), xk, DT, PREC)
+            if GATED:
+                through += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1), 0)
+        if GATED:
+            xq *= pre[:, None]
+            xk *= suf[:, None]
+            at_prefix += tl.sum(xq * bq.to(tl.float32), 1)
+            at_suffix += tl.sum(xk * bk.to(tl.float32), 1)
+        else:
+            xq *= scale
+        store_rows(dq, dot(dA, bk, xq, DT, PREC), token, rows, head, a, H, K, C, BK, SIGN, EVEN)
+        store_rows(dk, dot(dAt, bq, xk, DT, PREC), token, rows, head, a, H, K, C, BK, SIGN, EVEN)
+    At = tl.trans(A)
+    for c in range(0, V, BV):
+        xv = tl.zeros([C, BV], tl.float32)
+        for a in range(0, K, BK):
+            bk = load_rows(k, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
+            dS = load_state(ends, index, a, c, K, V, V, 1, BK, BV)  # [BK, BV]
+            xv = dot(bk, dS, xv, DT, PREC)
+        if GATED:
+            xv *= suf[:, None]
+        bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
+        store_rows(dv, dot(At, bd, xv, DT, PREC), token, rows, head, c, H, V, C, BV, SIGN, EVEN)
+    if GATED:
+        r = tl.arange(0, C)
+        # and of every prefix from r on and every suffix before r, and of what passes through the whole chunk.
+        dlog += tl.sum(tl.where(u >= t, at_prefix[None, :], 0.0), 1) + tl.sum(tl.where(u < t, at_suffix[None, :], 0.0), 1)
+        dlog += through * tl.exp(tl.sum(ls, 0))
+        tl.store(dg + (token + SIGN * r) * H + head, dlog, mask=r < rows)

@@ -1,0 +1,217 @@
+"""What the linear-attention kernels share: where a chunk's rows lie, loads and stores of tiles, sums of log decays.
+
+A slot is one chunk of C rows of one sequence, row r being the r-th step of the recurrence in that chunk: token
+`token + SIGN * r` of the flat token axis (SIGN is -1 when the recurrence runs backwards). Rows from `rows` on are padding
+and read as steps that change nothing.
+
+Sums of log decays are matrix products with 0/1 matrices on the tensor cores: the decays are split into bfloat16 pieces
+whose sum is exact, and each sum runs over just the steps it spans, so nothing is ever subtracted. -inf is clamped to -1e30,
+whose exponential is 0 as well but whose product with 0 is not NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def slot_at(slots, s, T, NT, C: tl.constexpr, SIGN: tl.constexpr):
+    """(token of row 0 as int64, rows in use, sequence) of slot s; slots: table [3, NT] of packed calls, or None."""
+    if slots is not None:
+        token = tl.load(slots + s).to(tl.int64)
+        rows = tl.load(slots + NT + s)
+        seq = tl.load(slots + 2 * NT + s)
+    else:
+        seq = s // NT
+        begin = (s % NT) * C
+        rows = tl.minimum(T - begin, C)
+        if SIGN == 1:
+            token = seq.to(tl.int64) * T + begin
+        else:
+            token = seq.to(tl.int64) * T + (T - 1 - begin)
+    return token, rows, seq
+
+
+@triton.jit
+def _mask(rows, col, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
+    r = tl.arange(0, C)[:, None]
+    c = col + tl.arange(0, BD)[None, :]
+    if D % BD == 0:
+        return r < rows
+    elif EVEN:
+        return c < D
+    else:
+        return (r < rows) & (c < D)
+
+
+@triton.jit
+def load_rows(
+    x, token, rows, head, col, HEADS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """[C, BD]: columns from `col` on of a slot's rows of x [tokens, HEADS, D]; 0 outside. EVEN: every slot is full."""
+    at = x + (token * HEADS + head) * D + ((SIGN * HEADS * D) * tl.arange(0, C)[:, None] + (col + tl.arange(0, BD))[None, :])
+    if EVEN and D % BD == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=_mask(rows, col, D, C, BD, EVEN), other=0.0)
+
+
+@triton.jit
+def store_rows(
+    x, value, token, rows, head, col, HEADS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Writes [C, BD] where `load_rows` reads it."""
+    at = x + (token * HEADS + head) * D + ((SIGN * HEADS * D) * tl.arange(0, C)[:, None] + (col + tl.arange(0, BD))[None, :])
+    if EVEN and D % BD == 0:
+        tl.store(at, value.to(x.dtype.element_ty))
+    else:
+        tl.store(at, value.to(x.dtype.element_ty), mask=_mask(rows, col, D, C, BD, EVEN))
+
+
+@triton.jit
+def load_state(
+    x, index, a, b, DA: tl.constexpr, DB: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_B: tl.constexpr, BA: tl.constexpr,
+    BB: tl.constexpr,
+):  # fmt: skip
+    """[BA, BB] from (a, b) on of matrix `index` of x [matrices, DA * DB], read with the given strides; 0 outside."""
+    i = a + tl.arange(0, BA)[:, None]
+    j = b + tl.arange(0, BB)[None, :]
+    at = x + index * (DA * DB) + (i * STRIDE_A + j * STRIDE_B)
+    if DA % BA == 0 and DB % BB == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(i < DA) & (j < DB), other=0.0)
+
+
+@triton.jit
+def store_state(x, value, index, a, b, DA: tl.constexpr, DB: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr):
+    i = a + tl.arange(0, BA)[:, None]
+    j = b + tl.arange(0, BB)[None, :]
+    at = x + index * (DA * DB) + (i * DB + j)
+    if DA % BA == 0 and DB % BB == 0:
+        tl.store(at, value.to(x.dtype.element_ty))
+    else:
+        tl.store(at, value.to(x.dtype.element_ty), mask=(i < DA) & (j < DB))
+
+
+@triton.jit
+def dot(a, b, acc, DT: tl.constexpr, PREC: tl.constexpr):
+    """acc + a b with operands in DT and sums in float32; acc may be None."""
+    return tl.dot(a.to(DT), b.to(DT), acc, input_precision=PREC)
+
+
+@triton.jit
+def head_log_decay(
+    gs, gamma, token, rows, seq, head, SHIFT: tl.constexpr, H: tl.constexpr, HGS: tl.constexpr, C: tl.constexpr,
+    SIGN: tl.constexpr,
+):  # fmt: skip
+    """[C]: log decay of the whole head in row r + SHIFT of a slot, from g [tokens, HGS] and g_gamma [N, H]; 0 outside."""
+    r = tl.arange(0, C) + SHIFT
+    total = tl.zeros([C], tl.float32)
+    if gs is not None:
+        at = gs + token * HGS + head // (H // HGS) + r * (SIGN * HGS)
+        total += tl.load(at, mask=r < rows, other=0.0).to(tl.float32)
+    if gamma is not None:
+        total += tl.where(r < rows, tl.load(gamma + seq * H + head).to(tl.float32), 0.0)
+    return tl.maximum(total, -1e30)
+
+
+@triton.jit
+def channel_log_decay(
+    gate, gs, gamma, token, rows, seq, head, col, FOLD: tl.constexpr, H: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """[C, BD]: log decay of each channel in each row; with FOLD the head's own decay is added to it."""
+    total = load_rows(gate, token, rows, head // (H // HG), col, HG, D, C, BD, SIGN, EVEN).to(tl.float32)
+    if FOLD:
+        total += head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)[:, None]
+    return tl.maximum(total, -1e30)
+
+
+@triton.jit
+def upto(C: tl.constexpr):
+    """[C, C]: 1 where column <= row."""
+    r = tl.arange(0, C)
+    return tl.where(r[None, :] <= r[:, None], 1.0, 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def after(C: tl.constexpr):
+    """[C, C]: 1 where column > row."""
+    r = tl.arange(0, C)
+    return tl.where(r[None, :] > r[:, None], 1.0, 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def onwards(C: tl.constexpr):
+    """[C, C]: 1 where column >= row, the transpose of `upto`."""
+    r = tl.arange(0, C)
+    return tl.where(r[None, :] >= r[:, None], 1.0, 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def before(C: tl.constexpr):
+    """[C, C]: 1 where column < row, the transpose of `after`."""
+    r = tl.arange(0, C)
+    return tl.where(r[None, :] < r[:, None], 1.0, 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def sums_of_columns(x, which, PIECES: tl.constexpr):
+    """x which in float32, like `sums`, for x [N, C]."""
+    piece = x.to(tl.bfloat16)
+    total = tl.dot(piece, which)
+    if PIECES > 1:
+        rest = x - piece.to(tl.float32)
+        piece = rest.to(tl.bfloat16)
+        total = tl.dot(piece, which, total)
+        if PIECES > 2:
+            total = tl.dot((rest - piece.to(tl.float32)).to(tl.bfloat16), which, total)
+    return total
+
+
+@triton.jit
+def sums(which, x, PIECES: tl.constexpr):
+    """which x in float32: which is 0/1 [C, C] in bfloat16, x [C, N] float32, exact to PIECES * 8 bits."""
+    piece = x.to(tl.bfloat16)
+    total = tl.dot(which, piece)
+    if PIECES > 1:
+        rest = x - piece.to(tl.float32)
+        piece = rest.to(tl.bfloat16)
+        total = tl.dot(which, piece, total)
+        if PIECES > 2:
+            total = tl.dot(which, (rest - piece.to(tl.float32)).to(tl.bfloat16), total)
+    return total
+
+
+@triton.jit
+def decay_matrix(gs, log_decay, gamma_value, TRANSPOSED: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr):
+    """[C, C]: the decay from row s to row t of a head, 0 for s > t; element [t, s], or [s, t] when TRANSPOSED.
+
+    log_decay [C] holds every row's; without g the decay is a constant and a row's distance tells it. EXACT (float32): sums
+    over just the rows from s to t. Otherwise differences of running sums of log decays clamped to -90: a reset is still 0
+    (exp(-90) is), nothing is infinite, and the sums are right to 2^-24 of 64 * 90, a tenth of bfloat16's rounding at worst.
+    """
+    if TRANSPOSED:
+        t = tl.arange(0, C)[None, :]
+        s = tl.arange(0, C)[:, None]
+    else:
+        t = tl.arange(0, C)[:, None]
+        s = tl.arange(0, C)[None, :]
+    if gs is None:
+        logs = (t - s) * gamma_value
+    elif EXACT:
+        r = tl.arange(0, C)
+        logs = sums(upto(C), tl.where(r[:, None] > r[None, :], log_decay[:, None], 0.0), 3)
+        if TRANSPOSED:
+            logs = tl.trans(logs)
+    else:
+        running = tl.cumsum(tl.maximum(log_decay, -90.0), 0)
+        if TRANSPOSED:
+            logs = running[None, :] - running[:, None]
+        else:
+            logs = running[:, None] - running[None, :]
+    return tl.where(t >= s, tl.exp(logs), 0.0)

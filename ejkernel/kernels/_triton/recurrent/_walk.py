@@ -1,0 +1,181 @@
+"""The state walk: the one part of the chunked form that is serial in time.
+
+    forward:  S' = tot_k S tot_v + (k suf_k)^T (v suf_v)          kept: S before every chunk
+    adjoint:  dS' = tot_k dS tot_v + (scale q pre_k)^T (do pre_v)    kept: dS after every chunk, walking back in time
+
+tot: product of a chunk's decays; pre: product up to and including a row; suf: product of the rows after it. Both are one
+kernel over a pair (a, b): (k, v) or (q, do). A program walks one segment (a run of chunks of one sequence) of one head with
+a tile [BA, BB] of the state in registers. When there are too few sequences and heads to fill the device, a first launch
+(SEGMENT) walks every segment from zero and keeps only its end and its decay, and the second starts from their combination.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton.recurrent._tiles import (
+    after,
+    before,
+    channel_log_decay,
+    dot,
+    head_log_decay,
+    load_rows,
+    load_state,
+    onwards,
+    slot_at,
+    store_state,
+    sums,
+    sums_of_columns,
+    upto,
+)
+
+
+@triton.jit
+def segment_at(segments, g, NT, NS, SC):
+    """(first slot, slots, sequence, place in the sequence, the sequence's segments); segments: table [5, NS] or None."""
+    if segments is not None:
+        first = tl.load(segments + g)
+        count = tl.load(segments + NS + g)
+        seq = tl.load(segments + 2 * NS + g)
+        place = tl.load(segments + 3 * NS + g)
+        total = tl.load(segments + 4 * NS + g)
+    else:
+        seq = g // NS
+        place = g % NS
+        total = NS
+        first = seq * NT + place * SC
+        count = tl.minimum(SC, NT - place * SC)
+    return first, count, seq, place, total
+
+
+@triton.jit
+def combined(
+    S, ends, decay_a, decay_b, g, place, total, head, a, b, ADJOINT: tl.constexpr, H: tl.constexpr, DA: tl.constexpr,
+    DB: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """The state at a segment's beginning, from the sequence's own S and the ends and decays of the segments walked before."""
+    i = a + tl.arange(0, BA)
+    j = b + tl.arange(0, BB)
+    if ADJOINT:
+        steps = total - 1 - place
+    else:
+        steps = place
+    for n in range(steps):
+        if ADJOINT:
+            other = (g - place + total - 1 - n).to(tl.int64) * H + head
+        else:
+            other = (g - place + n).to(tl.int64) * H + head
+        S = S * tl.load(decay_a + other * DA + i, mask=i < DA, other=0.0)[:, None]
+        if decay_b is not None:
+            S = S * tl.load(decay_b + other * DB + j, mask=j < DB, other=0.0)[None, :]
+        S += load_state(ends, other, a, b, DA, DB, DB, 1, BA, BB)
+    return S
+
+
+@triton.jit
+def walk(
+    xa, xb, ga, gb, gs, gamma, begin, ends, end_decay_a, end_decay_b, slots, segments, scale, T, NT, NS, SC,
+    states, final, decay_a, decay_b,
+    H: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr, HGA: tl.constexpr, HGB: tl.constexpr, HGS: tl.constexpr,
+    DA: tl.constexpr, DB: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
+    EVEN: tl.constexpr, ADJOINT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of a * tiles of b * segments, heads).
+
+    states [slots, H, DA, DB] may be None; final is [N, H, DA, DB], or, with decay_a given (SEGMENT), each segment's own end.
+    """
+    TA: tl.constexpr = (DA + BA - 1) // BA
+    TB: tl.constexpr = (DB + BB - 1) // BB
+    SEGMENT: tl.constexpr = decay_a is not None
+    SCALAR: tl.constexpr = (ga is None) and (gb is None) and ((gs is not None) or (gamma is not None))
+    pid = tl.program_id(0)
+    head = tl.program_id(1)
+    b = (pid % TB) * BB
+    a = (pid // TB % TA) * BA
+    g = pid // (TA * TB)
+    first, count, seq, place, total = segment_at(segments, g, NT, NS, SC)
+    if seq < 0:
+        return
+    if SEGMENT:  # nobody starts from the end of the segment that is walked last
+        if ADJOINT:
+            if place == 0:
+                return
+        else:
+            if place == total - 1:
+                return
+    S = tl.zeros([BA, BB], tl.float32)
+    i = a + tl.arange(0, BA)
+    j = b + tl.arange(0, BB)
+    kept_a = tl.full([BA], 1.0, tl.float32)
+    kept_b = tl.full([BB], 1.0, tl.float32)
+    row = seq.to(tl.int64) * H + head
+    if not SEGMENT:
+        if begin is not None:
+            S += load_state(begin, row, a, b, DA, DB, DB, 1, BA, BB).to(tl.float32)
+        if ends is not None:
+            S = combined(S, ends, end_decay_a, end_decay_b, g, place, total, head, a, b, ADJOINT, H, DA, DB, BA, BB)
+    for n in tl.range(count, num_stages=STAGES):
+        if ADJOINT:
+            s = first + count - 1 - n
+        else:
+            s = first + n
+        token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
+        if not SEGMENT:
+            store_state(states, S, s.to(tl.int64) * H + head, a, b, DA, DB, BA, BB)
+        va = load_rows(xa, token, rows, head // (H // HA), a, HA, DA, C, BA, SIGN, EVEN)  # [C, BA]
+        vb = load_rows(xb, token, rows, head // (H // HB), b, HB, DB, C, BB, SIGN, EVEN)  # [C, BB]
+        if ga is not None:
+            # Transposed, [BA, C]: what is computed is then the left, register operand of the product below.
+            la = tl.trans(channel_log_decay(ga, gs, gamma, token, rows, seq, head, a, True, H, HGA, HGS, DA, C, BA, SIGN, EVEN))
+            tot_a = tl.exp(tl.sum(la, 1))
+            if ADJOINT:
+                left = tl.trans(va).to(tl.float32) * (scale * tl.exp(sums_of_columns(la, onwards(C), PIECES)))
+            else:
+                left = tl.trans(va).to(tl.float32) * tl.exp(sums_of_columns(la, before(C), PIECES))
+            S = S * tot_a[:, None]
+            if SEGMENT:
+                kept_a *= tot_a
+        else:
+            left = tl.trans(va.to(DT))
+            if ADJOINT:
+                vb = vb.to(tl.float32) * scale
+        if gb is not None:
+            lb = channel_log_decay(gb, gs, gamma, token, rows, seq, head, b, ga is None, H, HGB, HGS, DB, C, BB, SIGN, EVEN)
+            tot_b = tl.exp(tl.sum(lb, 0))
+            if ADJOINT:
+                vb = vb.to(tl.float32) * tl.exp(sums(upto(C), lb, PIECES))
+            else:
+                vb = vb.to(tl.float32) * tl.exp(sums(after(C), lb, PIECES))
+            S = S * tot_b[None, :]
+            if SEGMENT:
+                kept_b *= tot_b
+        if SCALAR:
+            if ADJOINT:
+                ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
+                tot = tl.exp(tl.sum(ls, 0))
+                factor = tl.exp(tl.cumsum(ls, 0))
+            else:
+                ls = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
+                tot = tl.exp(tl.sum(head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN), 0))
+                factor = tl.exp(tl.cumsum(ls, 0, reverse=True))
+            vb = vb.to(tl.float32) * factor[:, None]
+            S = S * tot
+            if SEGMENT:
+                kept_a *= tot
+        S = dot(left, vb, S, DT, PREC)
+    if SEGMENT:
+        index = g.to(tl.int64) * H + head
+        store_state(final, S, index, a, b, DA, DB, BA, BB)
+        if b == 0:
+            tl.store(decay_a + index * DA + i, kept_a, mask=i < DA)
+        if decay_b is not None:
+            if a == 0:
+                tl.store(decay_b + index * DB + j, kept_b, mask=j < DB)
+    else:
+        if ADJOINT:
+            last = place == 0
+        else:
+            last = place == total - 1
+        if last:
+            store_state(final, S, row, a, b, DA, DB, BA, BB)

@@ -1,0 +1,105 @@
+"""`triton_call`, interpreted: arguments, outputs, aliases, errors. Compiled: see test_lowering.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+triton = pytest.importorskip("triton", reason="the triton platform needs Triton")
+import triton.language as tl  # noqa: E402
+
+from ejkernel.callib import cdiv, triton_call  # noqa: E402
+
+
+@triton.jit
+def scaled_sum(x, y, n, factor, out, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    total = tl.load(x + i, mask=i < n).to(tl.float32)
+    if y is not None:
+        total += tl.load(y + i, mask=i < n).to(tl.float32)
+    tl.store(out + i, (factor * total).to(out.dtype.element_ty), mask=i < n)
+
+
+@triton.jit
+def product(a, b, out, B: tl.constexpr):
+    r = tl.arange(0, B)
+    tile = r[:, None] * B + r[None, :]
+    tl.store(out + tile, tl.dot(tl.load(a + tile), tl.load(b + tile)))
+
+
+@triton.jit
+def count_up(x, n, out, hits, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + i, tl.load(x + i, mask=i < n) + 1, mask=i < n)
+    tl.atomic_add(hits, 1)
+
+
+def call(x, y, factor=2.0, **options):
+    n = x.size
+    return triton_call(
+        x, y, n, factor, kernel=scaled_sum, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), grid=cdiv(n, 32), B=32, **options
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_arrays_scalars_and_none(dtype):
+    x = jnp.arange(100).astype(dtype)
+    np.testing.assert_array_equal(call(x, x, 0.5), x)
+    np.testing.assert_array_equal(jax.jit(lambda x: call(x, None))(x), 2 * x)
+
+
+def test_vmap_runs_each():
+    x = jnp.arange(60.0).reshape(3, 20)
+    np.testing.assert_array_equal(jax.vmap(lambda row: call(row, row))(x), 4 * x)
+
+
+def test_bfloat16_dot():
+    a, b = (jax.random.normal(jax.random.key(i), (16, 16)).astype(jnp.bfloat16) for i in range(2))
+    got = triton_call(a, b, kernel=product, out_shape=jax.ShapeDtypeStruct((16, 16), jnp.float32), grid=1, B=16)
+    np.testing.assert_allclose(got, a.astype(jnp.float32) @ b.astype(jnp.float32), rtol=1e-5, atol=1e-5)
+
+
+def test_unwritten_elements_are_nan():
+    x = jnp.ones(40)
+    out = triton_call(x, None, 10, 1.0, kernel=scaled_sum, out_shape=jax.ShapeDtypeStruct((40,), jnp.float32), grid=1, B=32)
+    assert np.isfinite(out[:10]).all()
+    assert np.isnan(out[10:]).all()
+
+
+def test_aliases_and_zeroed_outputs():
+    x = jnp.arange(8.0)
+    shapes = (jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32))
+    out, hits = triton_call(
+        x, 4, kernel=count_up, out_shape=shapes, grid=3, B=4, input_output_aliases={0: 0}, zeroed_outputs=(1,)
+    )
+    np.testing.assert_array_equal(out, [1, 2, 3, 4, 4, 5, 6, 7])  # beyond n the aliased input shows through
+    assert hits[0] == 3
+    np.testing.assert_array_equal(x, np.arange(8.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"C": 1}, TypeError, "has no parameter C"),
+        ({"input_output_aliases": {1: 0}}, TypeError, "input_output_aliases must map an array argument"),
+        ({"zeroed_outputs": (1,)}, TypeError, "zeroed_outputs must name outputs 0 to 0"),
+    ],
+)
+def test_errors_name_the_mistake(change, error, says):
+    with pytest.raises(error, match=says):
+        call(jnp.ones(4), None, **change)
+
+
+def test_wrong_counts_and_grids():
+    x = jnp.ones(4)
+    out = jax.ShapeDtypeStruct((4,), jnp.float32)
+    with pytest.raises(TypeError, match="needs 5 arguments and outputs"):
+        triton_call(x, kernel=scaled_sum, out_shape=out, grid=1, B=4)
+    with pytest.raises(ValueError, match="grid must be"):
+        triton_call(x, None, 4, 1.0, kernel=scaled_sum, out_shape=out, grid=0, B=4)
+    with pytest.raises(TypeError, match="arrays, numbers and None; got str"):
+        triton_call("x", None, 4, 1.0, kernel=scaled_sum, out_shape=out, grid=1, B=4)
+
+
+def test_cdiv():
+    assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]

@@ -1,0 +1,92 @@
+"""Calls that the triton kernels are tested on: every kind of gate, every way of laying out time and heads."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+GATES = {
+    "mild": lambda x: jax.nn.log_sigmoid(x) / 16,
+    "strong": lambda x: jax.nn.log_sigmoid(x) * 8,
+    "near -20": lambda x: x * 0.1 - 20,
+    "resets": lambda x: jnp.where(x > 1.5, -1e4, jax.nn.log_sigmoid(x) / 16),
+    "-inf": lambda x: jnp.where(x > 1.5, -jnp.inf, jax.nn.log_sigmoid(x) / 16),
+    "positive": lambda x: x * 0.05,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    gates: tuple[str, ...] = ()  # of g, gk, gv, g_gamma
+    strength: str = "mild"
+    shape: tuple[int, int, int, int, int, int] = (2, 40, 2, 2, 16, 16)  # B, T, H, Hkv, K, V
+    gate_heads: str = "H"
+    cu_seqlens: tuple[int, ...] | None = None
+    reverse: bool = False
+    state: bool = False
+    dtype: str = "float32"
+    gate_dtype: str = "float32"
+    schedule: str = "chunked"
+    block_q: int = 16
+
+    def __str__(self) -> str:
+        extra = [n for n in ("reverse", "state") if getattr(self, n)] + (["packed"] if self.cu_seqlens else [])
+        return "-".join(
+            ["+".join(self.gates) or "none", self.strength, "x".join(map(str, self.shape)), self.dtype, self.schedule, *extra]
+        )
+
+    @property
+    def sequences(self) -> int:
+        return self.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    def arrays(self, seed: int = 0) -> dict[str, jax.Array]:
+        B, T, H, Hkv, K, V = self.shape
+        keys = iter(jax.random.split(jax.random.key(seed), 10))
+        normal = lambda *s: jax.random.normal(next(keys), s, jnp.float32)
+        Hg = H if self.gate_heads == "H" else Hkv
+        gate = GATES[self.strength]
+        out = {"query": normal(B, T, H, K), "key": normal(B, T, Hkv, K), "value": normal(B, T, Hkv, V)}
+        out = {n: x.astype(self.dtype) for n, x in out.items()}
+        all_gates = {
+            "g": gate(normal(B, T, Hg)), "gk": gate(normal(B, T, Hg, K)), "gv": gate(normal(B, T, Hg, V)),
+            "g_gamma": -jnp.abs(normal(self.sequences, H)) / 8,
+        }  # fmt: skip
+        out |= {n: x.astype("float32" if n == "g_gamma" else self.gate_dtype) for n, x in all_gates.items() if n in self.gates}
+        if self.state:
+            out["initial_state"] = normal(self.sequences, H, K, V)
+        return out
+
+    def weights(self) -> tuple[np.ndarray, np.ndarray]:
+        B, T, H, _, K, V = self.shape
+        rng = np.random.default_rng(1)
+        wo = np.asarray(jnp.asarray(rng.standard_normal((B, T, H, V)), self.dtype))  # as the kernels get it
+        return wo, rng.standard_normal((self.sequences, H, K, V)).astype(np.float32)
+
+
+PACKED = (0, 5, 5, 37, 64)
+INTERPRETED = [
+    Case(),
+    Case(state=True, reverse=True, shape=(1, 33, 2, 1, 5, 19)),
+    Case(("g",), "strong", state=True),
+    Case(("g",), "-inf", shape=(1, 40, 2, 2, 16, 24), block_q=32),
+    Case(("g_gamma",), state=True, reverse=True, shape=(2, 21, 4, 2, 8, 8)),
+    Case(("g", "g_gamma"), "resets", shape=(1, 64, 2, 1, 16, 16), cu_seqlens=PACKED, state=True, gate_heads="Hkv"),
+    Case(("gk",), "strong", state=True),
+    Case(("gk",), "near -20", shape=(1, 32, 1, 1, 40, 16), block_q=32),
+    Case(("gk",), "-inf", shape=(1, 40, 2, 1, 16, 24), gate_heads="Hkv", reverse=True, state=True),
+    Case(("gk",), "resets", shape=(1, 64, 2, 2, 16, 16), cu_seqlens=PACKED, state=True),
+    Case(("gv",), "strong", shape=(1, 33, 2, 2, 5, 19), state=True),
+    Case(("gk", "gv"), "-inf", shape=(1, 32, 2, 1, 16, 16), state=True),
+    Case(("g", "gk", "gv", "g_gamma"), "mild", shape=(1, 64, 2, 1, 16, 16), cu_seqlens=PACKED, reverse=True, state=True),
+    Case(("g", "gv"), "positive", shape=(1, 20, 2, 1, 16, 16)),
+    Case(("gk",), "mild", dtype="bfloat16", gate_dtype="bfloat16", shape=(1, 40, 2, 2, 16, 16), state=True),
+    Case(("g", "gk", "g_gamma"), "-inf", dtype="bfloat16", shape=(1, 100, 2, 1, 24, 16), state=True, block_q=64, reverse=True),
+    Case(("gk",), "strong", dtype="bfloat16", shape=(1, 600, 1, 1, 16, 16), block_q=64),  # splits the sequence
+    Case(("g_gamma",), dtype="bfloat16", shape=(1, 300, 2, 1, 24, 16), state=True),
+    Case(("g",), "mild", dtype="bfloat16", shape=(1, 40, 2, 2, 16, 16), state=True),
+    Case(("g", "gk", "gv", "g_gamma"), "-inf", shape=(2, 3, 4, 2, 5, 19), schedule="recurrent", state=True),
+    Case(("g_gamma",), schedule="recurrent", shape=(1, 64, 2, 1, 16, 16), cu_seqlens=PACKED, reverse=True),
+]

@@ -1,0 +1,82 @@
+"""The triton kernels on a GPU: the interpreted cases and larger ones, against the float64 recurrence; determinism."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="the triton platform needs Triton")
+
+from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._triton.recurrent import recurrent
+from tests.triton.linear_cases import GATES, INTERPRETED, Case
+from tests.triton.linear_reference import error, value_and_grads
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
+]
+TOLERANCE = {"float32": 1e-5, "bfloat16": 6e-3, "float16": 2e-3}
+LONG = (0, 100, 100, 257, 600, 601)
+BF16 = {"dtype": "bfloat16", "block_q": 64}
+LARGE = [
+    *(Case((gate,), strength, (1, 300, 2, 2, 128, 128), state=True, **BF16) for gate in ("g", "gk") for strength in GATES),
+    Case((), shape=(2, 256, 2, 1, 64, 64), **BF16),
+    Case(("g_gamma",), shape=(2, 256, 4, 2, 64, 64), state=True, reverse=True, **BF16),
+    Case(("gk",), "strong", (1, 256, 2, 1, 64, 64), reverse=True, gate_heads="Hkv", gate_dtype="bfloat16", **BF16),
+    Case(("gk",), "mild", (1, 200, 1, 1, 256, 512), gate_dtype="bfloat16", state=True, **BF16),
+    Case(("g",), "mild", (1, 200, 1, 1, 256, 512), state=True, **BF16),
+    Case(("g",), "mild", (1, 200, 1, 1, 512, 320), state=True, **BF16),
+    Case(("gk",), "mild", (1, 130, 1, 1, 512, 320), **BF16),
+    Case(("g", "g_gamma"), "-inf", (1, 601, 2, 1, 128, 128), cu_seqlens=LONG, state=True, **BF16),
+    Case(("gk",), "-inf", (1, 601, 2, 1, 128, 128), cu_seqlens=LONG, state=True, reverse=True, **BF16),
+    Case(("gk", "gv"), "strong", (1, 200, 2, 2, 128, 128), state=True, **BF16),
+    Case(("g", "gk", "gv", "g_gamma"), "resets", (1, 601, 2, 1, 64, 96), cu_seqlens=LONG, state=True, **BF16),
+    Case(("gk",), "mild", (1, 1100, 1, 1, 100, 36), block_q=64, state=True),
+    Case(("g",), "-inf", (1, 1100, 1, 1, 100, 36), block_q=64, state=True),
+    Case(("gk",), "resets", (1, 200, 2, 2, 64, 64), dtype="float16", gate_dtype="float32", block_q=64),
+    Case(("g_gamma",), "mild", (1, 8192, 1, 1, 64, 64), state=True, **BF16),  # splits the sequence
+    Case(("gk",), "mild", (1, 8192, 1, 1, 64, 64), state=True, **BF16),
+    Case(("g", "gk", "gv", "g_gamma"), "mild", (4, 4, 8, 4, 128, 128), schedule="recurrent", state=True, **BF16),
+]
+
+
+def run(case: Case, heuristic: bool = False):
+    arrays, (wo, ws) = case.arrays(), case.weights()
+    cu = None if case.cu_seqlens is None else jnp.array(case.cu_seqlens, jnp.int32)
+    cfg = None if heuristic else LinearConfig(schedule=case.schedule, block_q=case.block_q)
+
+    @jax.jit
+    def gradient(arrays, cu):
+        def loss(arrays):
+            o, S = recurrent(**arrays, cu_seqlens=cu, reverse=case.reverse, cfg=cfg)
+            return jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(S * ws), (o, S)
+
+        return jax.grad(loss, has_aux=True)(arrays)
+
+    grads, values = gradient(arrays, cu)
+    return values, grads
+
+
+@pytest.mark.parametrize("case", [*INTERPRETED, *LARGE], ids=str)
+def test_matches_float64(case):
+    values, grads = run(case)
+    want_values, want_grads = value_and_grads(
+        case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, case.cu_seqlens
+    )
+    errors = {"output": error(values[0], want_values[0]), "final state": error(values[1], want_values[1])}
+    errors |= {f"d{name}": error(grads[name], want_grads[name]) for name in grads}
+    print(case, {n: f"{e:.1e}" for n, e in errors.items()})
+    # One number per head, the sum over all tokens of terms of both signs: its error is a sum's, its size a difference's.
+    if "dg_gamma" in errors and case.dtype != "float32":
+        assert errors.pop("dg_gamma") < 0.1
+    assert max(errors.values()) < TOLERANCE[case.dtype], errors
+
+
+@pytest.mark.parametrize("gate", ["g", "gk", "gv"])
+def test_same_bits_on_repeat(gate):
+    case = dataclasses.replace(Case((gate,), "strong", (2, 1000, 4, 2, 128, 128), state=True), **BF16)
+    first, second = run(case, heuristic=True), run(case, heuristic=True)
+    jax.tree.map(np.testing.assert_array_equal, first, second)

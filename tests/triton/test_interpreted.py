@@ -1,0 +1,99 @@
+"""The triton kernels, interpreted on the host, against the float64 recurrence: values and every gradient."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton", reason="the triton platform needs Triton")
+
+from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._triton.recurrent import recurrent
+from tests.triton.linear_cases import INTERPRETED, Case
+from tests.triton.linear_reference import error, value_and_grads
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="where there is a GPU, test_gpu.py runs the kernels compiled"
+)
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}  # the interpreter truncates to bfloat16 instead of rounding
+
+
+def run(case: Case, **options):
+    """((output, final state), gradients) of the case's loss by the triton platform."""
+    arrays, (wo, ws) = case.arrays(), case.weights()
+    cu = None if case.cu_seqlens is None else jnp.array(case.cu_seqlens, jnp.int32)
+    cfg = LinearConfig(schedule=case.schedule, block_q=case.block_q, **options)
+
+    def loss(arrays):
+        o, S = recurrent(**arrays, cu_seqlens=cu, reverse=case.reverse, cfg=cfg)
+        return jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(S * ws), (o, S)
+
+    grads, values = jax.grad(loss, has_aux=True)(arrays)
+    return values, grads
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def test_matches_float64(case):
+    values, grads = run(case)
+    want_values, want_grads = value_and_grads(
+        case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, case.cu_seqlens
+    )
+    errors = {"output": error(values[0], want_values[0]), "final state": error(values[1], want_values[1])}
+    errors |= {f"d{name}": error(grads[name], want_grads[name]) for name in grads}
+    assert max(errors.values()) < TOLERANCE[case.dtype], errors
+    assert values[0].dtype == case.dtype
+    assert values[1].dtype == jnp.float32
+    assert all(grads[n].dtype == x.dtype for n, x in case.arrays().items())
+
+
+def small(gates=("gk",)):
+    return Case(gates, shape=(2, 20, 2, 1, 16, 16), state=True)
+
+
+def test_vmap_of_gradient():
+    case, (wo, ws) = small(), small().weights()
+    many = jax.tree.map(lambda *x: jnp.stack(x), *(case.arrays(seed) for seed in range(2)))
+    cfg = LinearConfig(block_q=16)
+
+    def loss(arrays):
+        o, S = recurrent(**arrays, cfg=cfg)
+        return jnp.sum(o * wo) + jnp.sum(S * ws)
+
+    got = jax.vmap(jax.grad(loss))(many)
+    for seed in range(2):
+        want = jax.grad(loss)(case.arrays(seed))
+        for name in want:
+            assert error(got[name][seed], want[name]) < 1e-6, name
+
+
+def test_packed_lengths_may_be_traced():
+    case = Case(("g",), shape=(1, 40, 2, 1, 16, 16), cu_seqlens=(0, 13, 13, 40))
+    run = jax.jit(lambda arrays, cu: recurrent(**arrays, cu_seqlens=cu, cfg=LinearConfig(block_q=16)))
+    want = run(case.arrays(), jnp.array(case.cu_seqlens))
+    other = run(case.arrays(), jnp.array((0, 20, 21, 40)))
+    values, _ = value_and_grads(case.arrays(), case.weights(), 0.25, cu_seqlens=case.cu_seqlens)
+    assert error(want[0], values[0]) < 2e-6
+    assert error(other[0], values[0]) > 1e-3  # other lengths, same compiled function, another answer
+
+
+def test_constant_decay_needs_no_states_unless_its_gradient_is_asked_for():
+    case = small(("g_gamma",))
+    arrays = case.arrays()
+    gamma = arrays.pop("g_gamma")
+    wo, _ = case.weights()
+    loss = lambda arrays, gamma: jnp.sum(recurrent(**arrays, g_gamma=gamma, cfg=LinearConfig(block_q=16))[0] * wo)
+    by_passes, with_gamma = jax.grad(loss)(arrays, gamma), jax.grad(loss, argnums=(0, 1))(arrays, gamma)[0]
+    for name in arrays:
+        assert error(by_passes[name], with_gamma[name]) < 2e-6, name
+
+
+def test_refusals_say_why():
+    x = jnp.ones((1, 4, 1, 600))
+    with pytest.raises(ValueError, match="up to 512; got 600 and 600"):
+        recurrent(x, x, x)
+
+
+def test_no_tokens():
+    x = jnp.ones((2, 0, 1, 8))
+    o, S = recurrent(x, x, x, initial_state=jnp.ones((2, 1, 8, 8)))
+    assert o.shape == (2, 0, 1, 8)
+    assert (S == 1).all()
