@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 # Largest relative RMS error against float64 on the same rounded inputs, of values and of gradients.
@@ -19,16 +20,21 @@ LINEAR_TOLERANCES = {
 def relative_rms(got: Any, want: Any) -> float:
     """||got - want|| / ||want||; infinite for NaN, and for anything but zeros where zeros are wanted.
 
+    What got's dtype cannot hold is no error: float16 has nothing below 6e-8, and float32 is flushed to 0 below 1e-38.
+
     Example:
         >>> relative_rms([3.0, 4.0], [3.0, 4.0]), relative_rms([3.0, float("nan")], [3.0, 4.0]), relative_rms([0.0], [0.0])
         (0.0, inf, 0.0)
     """
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    got = np.asarray(got)
+    least = max(float(jnp.finfo(got.dtype).smallest_subnormal), 1.2e-38) if jnp.issubdtype(got.dtype, jnp.floating) else 0.0
+    got, want = got.astype(np.float64), np.asarray(want, np.float64)
     if got.shape != want.shape:
         raise ValueError(f"shapes differ: {got.shape} and {want.shape}")
     if not np.isfinite(got).all():
         return np.inf
-    size, distance = np.linalg.norm(want), np.linalg.norm(got - want)
+    unheld = least * np.sqrt(want.size)
+    size, distance = np.linalg.norm(want), max(np.linalg.norm(got - want) - unheld, 0.0)
     return float(distance / size) if size > 0 else (0.0 if distance == 0 else np.inf)
 
 

@@ -45,7 +45,7 @@ def cases(draw) -> LinearCase:
     )
 
 
-@slow(max_examples=24)
+@slow(max_examples=16)
 @given(cases(), st.sampled_from([LinearConfig("chunked", 16), LinearConfig("chunked", 64), LinearConfig("recurrent", 4), None]))
 def test_any_call_matches_the_reference(case, cfg):
     got = case.evaluate(functools.partial(recurrent_attention, return_state=True, cfg=cfg))
@@ -56,7 +56,7 @@ def arrays_of(seed: int, time: int, dtype=jnp.float32) -> dict:
     return LinearCase("law", time=time, gates=("gk",), initial_state=True, seed=seed).arguments()[0]
 
 
-@slow(max_examples=10)
+@slow(max_examples=5)
 @given(st.integers(0, 99), st.integers(0, 40), st.integers(0, 40))
 def test_a_sequence_may_be_cut_anywhere(seed, first, second):
     arrays = arrays_of(seed, first + second)
@@ -68,7 +68,7 @@ def test_a_sequence_may_be_cut_anywhere(seed, first, second):
     assert relative_rms(end, final) < 4e-6
 
 
-@slow(max_examples=10)
+@slow(max_examples=5)
 @given(st.integers(0, 99), st.integers(1, 50))
 def test_reverse_is_flipping_inputs_and_output(seed, time):
     arrays = arrays_of(seed, time)
@@ -79,7 +79,7 @@ def test_reverse_is_flipping_inputs_and_output(seed, time):
     np.testing.assert_array_equal(state, final)
 
 
-@slow(max_examples=10)
+@slow(max_examples=5)
 @given(st.integers(0, 99), st.integers(2, 60), st.integers(0, 59))
 def test_a_reset_forgets_exactly(seed, time, at):
     at = at % time
@@ -90,7 +90,7 @@ def test_a_reset_forgets_exactly(seed, time, at):
     np.testing.assert_array_equal(got[:, at:], want[:, at:])
 
 
-@slow(max_examples=6)
+@slow(max_examples=3)
 @given(st.integers(0, 99), st.integers(1, 40))
 def test_the_operations_are_one_recurrence(seed, time):
     a = LinearCase("one", time=time, heads=4, kv_heads=4, gates=("g",), seed=seed).arguments()[0]
