@@ -1,7 +1,7 @@
 """Registers, shared memory and spills of every kernel that the triton platform launches, compiled for a GPU that need not
 be here. Run as a program, since kernels are compiled only where Triton does not interpret them:
 
-    python -m tests.triton.resources 90          one JSON line for each kernel of each call
+    python -m tests.triton.resources 90 [call ...]          one JSON line for each kernel of each call (of `CALLS`; all)
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def arguments(gates: tuple[str, ...], K: int, V: int, dtype: str) -> dict[str, j
     return arrays | {n: gate[n] for n in gates} | {"initial_state": of(B, H, K, V, dtype="float32")}
 
 
-def report(capability: int) -> Iterator[dict[str, Any]]:
-    """One entry for each kernel of each call in CALLS, forward and backward, and of a decode step."""
+def report(capability: int, calls: list[str]) -> Iterator[dict[str, Any]]:
+    """One entry for each kernel of these calls, forward and backward, and of a decode step."""
     from ejkernel.kernels._linear import LinearConfig
     from ejkernel.kernels._triton.recurrent import recurrent
 
@@ -89,8 +89,8 @@ def report(capability: int) -> Iterator[dict[str, Any]]:
         loss = lambda a: sum(x.astype(jnp.float32).sum() for x in recurrent(**a, cfg=LinearConfig(**cfg)))
         return jax.grad(loss)(arrays)
 
-    for name, call in CALLS.items():
-        for kernel, used in kernels_of(gradient, (arguments(*call),), capability):
+    for name in calls:
+        for kernel, used in kernels_of(gradient, (arguments(*CALLS[name]),), capability):
             yield {"call": name, "kernel": kernel, **used}
     step = lambda arrays: recurrent(**arrays, cfg=LinearConfig(schedule="recurrent"))
     for kernel, used in kernels_of(step, (arguments(("g", "gk", "gv", "g_gamma"), 128, 128, "bfloat16"),), capability):
@@ -99,5 +99,5 @@ def report(capability: int) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET", "0") != "1", "interpreted kernels cannot be compiled"
-    for entry in report(int(sys.argv[1])):
+    for entry in report(int(sys.argv[1]), sys.argv[2:] or list(CALLS)):
         print(json.dumps(entry), flush=True)

@@ -15,9 +15,10 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 
 ROOT = Path(__file__).parents[2]
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may take
-# Bytes of stack frame. gated_side: 112 at its default tile, where halving registers for more programs per multiprocessor cost
-# 0.956 and 1.055 ms against 0.844 (benchmarks/NOTES_gpu.md); float32 and wide states take the generic tiles untuned.
-SPILLS = {"bfloat16": 400}
+CALLS = {80: ["none", "g", "gk"], 90: ["none", "g", "gk", "gk wide", "gk gv"]}  # the rest: python -m tests.triton.resources 90
+# Bytes of stack frame. On Hopper the worst of the tuned calls is the scalar backward (240), whose other tiles all took longer
+# (benchmarks/NOTES_gpu.md). Ampere's are compiled, not tuned: nobody has measured there.
+SPILLS = {80: 500, 90: 300}
 
 
 def outside(*arguments: str) -> str:
@@ -33,12 +34,14 @@ def outside(*arguments: str) -> str:
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_and_fit(capability):
-    entries = [json.loads(line) for line in outside("-m", "tests.triton.resources", str(capability)).splitlines()]
+    entries = [
+        json.loads(line) for line in outside("-m", "tests.triton.resources", str(capability), *CALLS[capability]).splitlines()
+    ]
     print("\n".join(map(str, entries)))
     assert {e["call"] for e in entries} >= {"none", "g", "gk", "decode"}
     assert all(e["shared"] <= SHARED[capability] for e in entries), [e for e in entries if e["shared"] > SHARED[capability]]
-    tuned = [e for e in entries if e["call"] in ("none", "g", "g_gamma", "gk")]
-    assert all(e["spills"] <= SPILLS["bfloat16"] for e in tuned), [e for e in tuned if e["spills"] > SPILLS["bfloat16"]]
+    tuned = [e for e in entries if e["call"] in ("none", "g", "gk")]
+    assert all(e["spills"] <= SPILLS[capability] for e in tuned), [e for e in tuned if e["spills"] > SPILLS[capability]]
 
 
 LOWER = """

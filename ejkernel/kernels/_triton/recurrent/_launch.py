@@ -152,7 +152,7 @@ def scalar_pass(
         segments.per_sequence, segments.chunks, kernel=_scalar.forward, grid=(cdiv(V, BV) * segments.count, H), HQ=heads(q),
         HK=heads(k), HV=heads(v), K=K, V=V, BK=BK, BV=BV, STRIDE_K=1 if transposed else V, STRIDE_V=K if transposed else 1,
         DECAYS=V if transposed else K, ADJOINT=adjoint, EXACT=plan.exact, STAGES=plan.num_stages or scalar_stages(call, BK),
-        num_warps=plan.num_warps or (8 if BK > 128 else 4), out_shape=list(out.values()),
+        num_warps=plan.num_warps or 4, out_shape=list(out.values()),
         **_absent(name for name in ("final", "states") if name not in out), **call.constants(),
     )  # fmt: skip
 
@@ -164,11 +164,13 @@ def scalar_stages(call: Call, BK: int) -> int:
 
 
 def scalar_value_tile(call: Call, K: int, V: int) -> int:
-    """Value channels per program: 64, or 32 where that keeps the device busier at little cost (small states, no gate)."""
+    """Value channels per program: 64, or 32 for small states without a gate, which keeps the device busier at little cost,
+    and for states of more than 128 rows, whose registers would not do.
+    """
     if call.plan.block_d:
         return call.plan.block_d
     gated = call.get("g") is not None or call.get("g_gamma") is not None
-    return tile(V, 32 if max(K, V) <= 64 and not gated else 64)
+    return tile(V, 32 if tile(K, 512) > 128 or (max(K, V) <= 64 and not gated) else 64)
 
 
 def scalar_segments(call: Call, K: int, V: int) -> Segments:
