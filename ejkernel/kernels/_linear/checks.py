@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+_FLOAT_DTYPES = frozenset(jnp.dtype(name) for name in FLOATS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +38,14 @@ class Dims:
 def float_array(name: str, x: Any) -> jax.Array:
     if x is None:
         raise TypeError(f"{name} must be an array; got None.")
-    try:
-        array = jnp.asarray(x)
-    except TypeError as error:
-        raise TypeError(f"{name} must be an array of {', '.join(FLOATS)}; got {type(x).__name__}.") from error
-    if array.dtype.name not in FLOATS:
+    if isinstance(x, jax.Array):  # converting it again would cost an eager call more than all checks together
+        array = x
+    else:
+        try:
+            array = jnp.asarray(x)
+        except TypeError as error:
+            raise TypeError(f"{name} must be an array of {', '.join(FLOATS)}; got {type(x).__name__}.") from error
+    if array.dtype not in _FLOAT_DTYPES:
         raise TypeError(f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}; got {array.dtype.name}.")
     return array
 
