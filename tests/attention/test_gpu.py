@@ -76,6 +76,8 @@ def test_auto_takes_cudnn_where_it_covers_the_call():
     q = jnp.ones((1, 256, 4, 64), jnp.bfloat16)
     covered = AttentionProblem.from_arguments(q, q, q, causal=True)
     assert default_executor().choose(Attention(), covered).config.platform == "cuda"
+    one_query = AttentionProblem.from_arguments(q[:, :1], q, q)
+    assert default_executor().choose(Attention(), one_query).config.platform == "xla"  # faster there
     for options in ({"logits_soft_cap": 3.0}, {"dtype": jnp.float32}):
         other = AttentionProblem.from_arguments(q, q, q, causal=True, **options)
         assert default_executor().choose(Attention(), other).config.platform == "xla"
