@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from ejkernel.kernels._linear import LinearConfig, LinearFunction, LinearProblem
 from ejkernel.kernels._registry import Backend, as_platform, kernel_registry
 from ejkernel.ops import Invocation, Kernel
-from ejkernel.ops.inputs import random_arguments
 
 Config = TypeVar("Config", bound=LinearConfig)
 PER_TOKEN = ("query", "key", "value", "g", "gk", "gv")
@@ -56,6 +55,8 @@ class LinearKernel(Kernel[LinearConfig, tuple[jax.Array, jax.Array]]):
 
     def random_inputs(self, inv: Invocation, key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Mild gates, and sequences of nearly equal length: normal numbers would amplify, zero lengths would do nothing."""
+        from ejkernel.ops.inputs import random_arguments  # only tuning needs it
+
         (problem,), kwargs = random_arguments(inv, key)
         gates = {
             name: (jax.nn.log_sigmoid(gate.astype(jnp.float32)) / 16).astype(gate.dtype)

@@ -14,7 +14,6 @@ from ejkernel.kernels._attention import AttentionConfig, AttentionImplementation
 from ejkernel.kernels._registry import Backend, Implementation, Platform, as_platform, kernel_registry
 from ejkernel.modules.base import default_executor
 from ejkernel.ops import Invocation, Kernel
-from ejkernel.ops.inputs import random_arguments
 from ejkernel.types.mask import MaskInfo
 
 __all__ = ["Attention", "AttentionConfig", "attention"]
@@ -79,6 +78,8 @@ class Attention(Kernel[AttentionConfig, tuple[jax.Array, jax.Array | None]]):
 
     def random_inputs(self, inv: Invocation, key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """As by default, but with masks that keep everything and full segments: otherwise there is nothing to measure."""
+        from ejkernel.ops.inputs import random_arguments  # only tuning needs it
+
         (problem,), kwargs = random_arguments(inv, key)
         mask, packing = problem.mask, problem.packing
         if mask is not None:
