@@ -1,4 +1,4 @@
-"""Forward with a decay per key channel, bfloat16: `prepare` is parallel over chunks, `outputs` walks them.
+"""A decay per key channel, bfloat16: `prepare` is parallel over chunks, `outputs` walks them, in the backward pass too.
 
 `prepare` reads q, k and the gate once and leaves, per chunk of 64 rows, what the walk feeds to tensor cores unchanged:
 q * pre (scaled), k * suf, the chunk's total decay and the scores A. Its dyadic tree is in registers: decays are multiplied,
@@ -21,7 +21,7 @@ def _mul(a, b):
 
 
 @triton.jit
-def _exp(x, APPROXIMATE: tl.constexpr):
+def exp_of_log(x, APPROXIMATE: tl.constexpr):
     if APPROXIMATE:  # one instruction; tl.exp adds range handling that no log decay needs
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
@@ -61,11 +61,14 @@ def _double(fq, fk, total, AXIS: tl.constexpr):
 @triton.jit
 def prepare(
     q, k, g, gs, gamma, slots, scale, T, NT,
-    A, qd, kd, tot,
+    A, qd, kd, tot, totals,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, heads). A [slots, H, 64, 64], qd, kd [slots, H, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK."""
+    """Grid (slots, heads). A [slots, H, 64, 64], qd, kd [slots, H, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK.
+
+    totals [slots, H, 8, K] (None: not kept): the decay of each block of 8 rows, for `_side`.
+    """
     C: tl.constexpr = 64
     DT: tl.constexpr = A.dtype.element_ty
     VEC: tl.constexpr = BK // 32
@@ -123,7 +126,7 @@ def prepare(
             bg += total[:, None]
         bq = tl.reshape(bq, [16, 4, BK])
         bk = tl.reshape(bk, [16, 4, BK])
-        e = tl.reshape(_exp(bg, APPROXIMATE), [16, 4, BK])
+        e = tl.reshape(exp_of_log(bg, APPROXIMATE), [16, 4, BK])
         acc16 = tl.where(x16 == 0, tl.dot(tl.permute(bq, [1, 0, 2]), tl.permute(bk, [1, 2, 0])) * scale + acc16, acc16)
         fq = tl.reshape(bq.to(tl.float32) * scale * e, [2, 2, 2, 2, 2, 2, BK])
         fk = tl.reshape(bk.to(tl.float32), [2, 2, 2, 2, 2, 2, BK])
@@ -133,6 +136,11 @@ def prepare(
             s16 = tl.dot(P, tl.permute(P, [0, 2, 1]))
             acc16 = tl.where((x16 >> level) == 1, acc16 + s16, acc16)
             fq, fk, p = _double(fq, fk, p, 3 - level)
+            if level == 2 and totals is not None:
+                i = tl.arange(0, 8)[:, None]
+                n = (i & 3) * 2 + (i >> 2)  # p's axes are row bit 3, then bits 5 and 4
+                column = ik + tl.arange(0, BK)[None, :]
+                tl.store(totals + (index * 8 + n) * K + column, tl.reshape(p, [8, BK]), mask=column < K)
         for level in tl.static_range(4, 6):  # row bits 4, 5 (warps): axes 5, 4
             P = tl.permute(tl.reshape(tl.where(_upper(9 - level), fq, fk).to(DT), [16, 4, BK]), [1, 0, 2])
             P = tl.reshape(P, [C, BK])
@@ -161,9 +169,12 @@ def outputs(
     qd, kd, tot, A, v, begin, ends, end_decay, slots, segments, T, NT, NS, SC,
     o, final, states, decay,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ADJOINT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value tiles * segments, heads). With decay given: only each segment's end (in final) and its decay."""
+    """Grid (value tiles * segments, heads). With decay given: only each segment's end (in final) and its decay.
+
+    ADJOINT walks back in time with q * pre for kd and do for v: states are then the adjoints after every chunk, o is None.
+    """
     C: tl.constexpr = 64
     SEGMENT: tl.constexpr = decay is not None
     TV: tl.constexpr = (V + BV - 1) // BV
@@ -174,8 +185,11 @@ def outputs(
     first, count, seq, place, total = segment_at(segments, g, NT, NS, SC)
     if seq < 0:
         return
-    if SEGMENT:  # nobody starts from the end of the segment that is walked last
-        if place == total - 1:
+    last = place == total - 1  # whether this segment is walked last
+    if ADJOINT:
+        last = place == 0
+    if SEGMENT:
+        if last:  # nobody starts from its end
             return
     row = seq.to(tl.int64) * H + head
     r = tl.arange(0, C)
@@ -185,9 +199,11 @@ def outputs(
     if begin is not None:
         S += load_state(begin, row, 0, b, K, V, V, 1, KP, BV).to(tl.float32)
     if ends is not None:
-        S = combined(S, ends, end_decay, None, g, place, total, head, 0, b, False, H, K, V, KP, BV)
+        S = combined(S, ends, end_decay, None, g, place, total, head, 0, b, ADJOINT, H, K, V, KP, BV)
     for n in tl.range(count, num_stages=STAGES):
         s = first + n
+        if ADJOINT:
+            s = first + count - 1 - n
         token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
         index = s.to(tl.int64) * H + head
         tile = r[:, None] * KP + ck[None, :]
@@ -199,10 +215,11 @@ def outputs(
         else:
             if states is not None:
                 store_state(states, S, index, 0, b, K, V, KP, BV)
-            bq = tl.load(qd + index * (C * KP) + tile)
-            ba = tl.load(A + index * (C * C) + r[:, None] * C + r[None, :])  # [C, C]
-            bo = tl.dot(ba, bv, tl.dot(bq, S.to(bq.dtype)))
-            store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
+            if o is not None:
+                bq = tl.load(qd + index * (C * KP) + tile)
+                ba = tl.load(A + index * (C * C) + r[:, None] * C + r[None, :])  # [C, C]
+                bo = tl.dot(ba, bv, tl.dot(bq, S.to(bq.dtype)))
+                store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
         S = tl.dot(tl.trans(bk), bv, S * bt[:, None])
     if SEGMENT:
         at = g.to(tl.int64) * H + head
@@ -210,5 +227,5 @@ def outputs(
         if b == 0:
             tl.store(decay + at * K + ck, kept, mask=ck < K)
     else:
-        if place == total - 1:
+        if last:
             store_state(final, S, row, 0, b, K, V, KP, BV)

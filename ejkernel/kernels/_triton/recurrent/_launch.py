@@ -12,7 +12,7 @@ import numpy as np
 import triton.language as tl
 
 from ejkernel.callib import cdiv, is_interpreted, triton_call
-from ejkernel.kernels._triton.recurrent import _gated, _key, _scalar, _step, _walk
+from ejkernel.kernels._triton.recurrent import _gated, _key, _scalar, _side, _step, _walk
 from ejkernel.kernels._triton.recurrent._plan import Array, Plan, Segments, Slots, gate_pieces, tile
 
 OPERANDS = {"bfloat16": tl.bfloat16, "float32": tl.float32}
@@ -217,27 +217,41 @@ def scalar_backward_by_passes(call: Call, do: Array, dfinal: Array | None) -> tu
     return dq, dk, dv, dinitial
 
 
-def scalar_backward(call: Call, do: Array, starts: Array, ends: Array) -> tuple[Array, Array, Array, Array | None]:
-    """Gradients per query head: dq, dk [B, T, H, K], dv [B, T, H, V], and of the log decays [B, T, H] (None without gates)."""
+def scalar_backward_of_value(call: Call, do: Array, dfinal: Array | None) -> tuple[Array, Array, Array]:
+    """(dv per query head, adjoint after every slot, gradient of the initial state) by one pass back in time."""
+    _, _, _, K, V = call.dims
+    q, k = (call.arrays[name] for name in ("query", "key"))
+    segments = scalar_segments(call, K, V)
+    back = segment_ends(call, q, do, segments, adjoint=True)
+    dtype = per_head_dtype(call, call.arrays["value"])
+    dv, dinitial, ends = scalar_pass(call, k, q, do, dfinal, segments, back, dtype, adjoint=True, final=True, keep=True)
+    return dv, ends, dinitial
+
+
+def scalar_backward(
+    call: Call, do: Array, starts: Array, ends: Array, *, of_value: bool
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """Gradients per query head: dq, dk [B, T, H, K], dv [B, T, H, V] if asked for, and of the log decays [B, T, H] (None
+    without gates)."""
     plan, (B, T, H, K, V) = call.plan, call.dims
     q, k, v = (call.arrays[name] for name in ("query", "key", "value"))
     g, gamma, slots = call.get("g"), call.get("g_gamma"), call.slots
     gated = g is not None or gamma is not None
     wide = 64 if plan.operand == jnp.bfloat16 else 32
     BK, BV = plan.block_k or tile(K, wide), plan.block_d or tile(V, wide)
-    out = [
-        shape(q.shape, q.dtype),
-        shape((B, T, H, K), per_head_dtype(call, k)),
-        shape((B, T, H, V), per_head_dtype(call, v)),
-    ]
-    out = triton_call(
+    out = {"dq": shape(q.shape, q.dtype), "dk": shape((B, T, H, K), per_head_dtype(call, k))}
+    if of_value:
+        out["dv"] = shape((B, T, H, V), per_head_dtype(call, v))
+    if gated:
+        out["dg"] = shape((B, T, H), np.float32)
+    results = triton_call(
         q, k, v, g, gamma, do, starts, ends, slots.table, plan.scale, T, slots.per_sequence, kernel=_scalar.backward,
         grid=(slots.count, H), HK=heads(k), K=K, V=V, BK=BK, BV=BV, EXACT=plan.exact,
-        num_warps=plan.num_warps or 4, num_stages=plan.num_stages or 3,
-        out_shape=[*out, shape((B, T, H), np.float32)] if gated else out,
-        **_absent([] if gated else ["dg"]), **call.constants(),
+        num_warps=plan.num_warps or 4, num_stages=plan.num_stages or 3, out_shape=list(out.values()),
+        **_absent(n for n in ("dv", "dg") if n not in out), **call.constants(),
     )  # fmt: skip
-    return tuple(out) if gated else (*out, None)
+    found = dict(zip(out, results, strict=True))
+    return found["dq"], found["dk"], found.get("dv"), found.get("dg")
 
 
 def per_head_dtype(call: Call, x: Array) -> Any:
@@ -317,20 +331,44 @@ def one_side(
     )  # fmt: skip
 
 
+def key_backward(
+    call: Call, do: Array, totals: Array, starts: Array, ends: Array, out: dict[str, jax.ShapeDtypeStruct]
+) -> list[Array]:
+    """dq, dk and the gradient of the key gate where `key_forward_fits`; totals: from `key_forward`."""
+    plan, (_, T, H, K, V), slots = call.plan, call.dims, call.slots
+    q, k, v, gk = (call.arrays[name] for name in ("query", "key", "value", "gk"))
+    common: dict[str, Any] = {"H": H, "SIGN": plan.sign, "EVEN": slots.even, "PREC": plan.precision, "num_stages": 1}
+    M, near = triton_call(
+        do, v, slots.table, plan.scale, T, slots.per_sequence, kernel=_side.pairs_of_plain, grid=(slots.count, H), HX=H,
+        HY=heads(v), D=V, BD=tile(V, 128), num_warps=4,
+        out_shape=[shape((slots.count, H, 64, 64), plan.operand), shape((slots.count, H, 8, 8, 8), np.float32)], **common,
+    )  # fmt: skip
+    BD = plan.block_k or 32
+    return triton_call(
+        q, k, gk, call.get("g"), call.get("g_gamma"), M, near, totals, do, v, starts, ends, slots.table, plan.scale, T,
+        slots.per_sequence,
+        kernel=_side.side, grid=(cdiv(K, BD) * slots.count, H), HX=H, HY=heads(k), HG=heads(gk), HGS=heads(call.get("g")),
+        HX2=H, HY2=heads(v), D=K, D2=V, BD=BD, B2=tile(V, 128), STRIDE=V, STRIDE2=1,
+        APPROXIMATE=not is_interpreted(_side.side), STAGES=1 if V <= 128 else 2,
+        STATES_FIRST=V > 128, num_warps=8, maxnreg=128,
+        out_shape=[out[n] for n in ("dx", "dy", "dg")], **common,
+    )  # fmt: skip
+
+
 def key_forward_fits(call: Call) -> bool:
     """Whether `_key` can do a call: a gate per key channel alone, bfloat16 products, chunks of 64 rows."""
     only_key = call.get("gk") is not None and call.get("gv") is None
     return only_key and call.plan.operand == jnp.bfloat16 and call.plan.C == 64 and fits_registers(call, call.dims[3])
 
 
-def key_forward(call: Call, keep: bool) -> tuple[Array, Array, Array | None, Array]:
-    """(output, final state, states before every slot if kept, pairs of the key side)."""
+def key_forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Array]]:
+    """(output, final state, what the gradient starts from if kept: states before every slot, pairs, decays of blocks)."""
     plan, (B, T, H, K, V), slots = call.plan, call.dims, call.slots
     q, k, v = (call.arrays[name] for name in ("query", "key", "value"))
     gk, begin, C, count = call.arrays["gk"], call.get("initial_state"), plan.C, slots.count
     KP = max(32, tile(K, 512))
     common: dict[str, Any] = {"H": H, "SIGN": plan.sign, "EVEN": slots.even, "K": K, "KP": KP}
-    A, qd, kd, tot = triton_call(
+    A, qd, kd, tot, *totals = triton_call(
         q, k, gk, call.get("g"), call.get("g_gamma"), slots.table, plan.scale, T, slots.per_sequence, kernel=_key.prepare,
         grid=(count, H), HK=heads(k), HG=heads(gk), HGS=heads(call.get("g")), BK=min(KP, 128),
         APPROXIMATE=not is_interpreted(_key.prepare), num_warps=4, num_stages=1, maxnreg=160 if KP == 64 else None,
@@ -339,16 +377,35 @@ def key_forward(call: Call, keep: bool) -> tuple[Array, Array, Array | None, Arr
             shape((count, H, C, KP), plan.operand),
             shape((count, H, C, KP), plan.operand),
             shape((count, H, KP), np.float32),
+            *([shape((count, H, 8, K), np.float32)] if keep else []),
         ],
-        **common,
+        **_absent([] if keep else ["totals"]), **common,
     )  # fmt: skip
+    o, final, *states = _walk_prepared(call, qd, kd, tot, A, v, begin, keep=keep)
+    return o, final, {"states": states[0], "pairs": A, "totals": totals[0], "qd": qd, "tot": tot} if keep else {}
+
+
+def key_adjoint(call: Call, do: Array, qd: Array, tot: Array, dfinal: Array | None) -> tuple[Array, Array]:
+    """(adjoint after every slot, gradient of the initial state) from what `key_forward` has kept."""
+    final, states = _walk_prepared(call, None, qd, tot, None, do, dfinal, keep=True)
+    return states, final
+
+
+def _walk_prepared(
+    call: Call, qd: Array | None, kd: Array, tot: Array, A: Array | None, v: Array, begin: Array | None, *, keep: bool
+) -> list[Array]:
+    """`_key.outputs`: [output if qd is given, else the walk is adjoint; state at the end; states if kept]."""
+    plan, (B, T, H, K, V), slots = call.plan, call.dims, call.slots
+    adjoint = qd is None
     BV = plan.block_d or tile(V, 64)
     tiles = cdiv(V, BV)
+    KP = kd.shape[3]
     segments = Segments.of(slots, call.sequences, call.sequences * H * tiles)
     sizes = (slots.table, segments.table, T, slots.per_sequence, segments.per_sequence, segments.chunks)
-    common |= {
-        "HV": heads(v), "V": V, "BV": BV, "STAGES": plan.num_stages or (3 if KP <= 128 else 1),
-        "num_warps": plan.num_warps or 4, "kernel": _key.outputs, "grid": (tiles * segments.count, H),
+    common: dict[str, Any] = {
+        "H": H, "SIGN": plan.sign, "EVEN": slots.even, "K": K, "KP": KP, "HV": heads(v), "V": V, "BV": BV, "ADJOINT": adjoint,
+        "STAGES": plan.num_stages or (3 if KP <= 128 else 1), "num_warps": plan.num_warps or 4, "kernel": _key.outputs,
+        "grid": (tiles * segments.count, H),
     }  # fmt: skip
     ends = decay = None
     if segments.split:
@@ -357,25 +414,14 @@ def key_forward(call: Call, keep: bool) -> tuple[Array, Array, Array | None, Arr
             qd, kd, tot, A, v, None, None, None, *sizes, o=None, states=None,
             out_shape=[shape((G, H, K, V), np.float32), shape((G, H, K), np.float32)], **common,
         )  # fmt: skip
-    out = [shape((B, T, H, V), plan.output), shape((call.sequences, H, K, V), np.float32)]
+    out = {} if adjoint else {"o": shape((B, T, H, V), plan.output)}
+    out["final"] = shape((call.sequences, H, K, V), np.float32)
     if keep:
-        out.append(shape((count, H, K, V), plan.operand))
-    o, final, *states = triton_call(
-        qd,
-        kd,
-        tot,
-        A,
-        v,
-        begin,
-        ends,
-        decay,
-        *sizes,
-        decay=None,
-        out_shape=out,
-        **_absent([] if keep else ["states"]),
-        **common,
-    )
-    return o, final, states[0] if keep else None, A
+        out["states"] = shape((slots.count, H, K, V), plan.operand)
+    return triton_call(
+        qd, kd, tot, A, v, begin, ends, decay, *sizes, decay=None, out_shape=list(out.values()),
+        **_absent(n for n in ("o", "states") if n not in out), **common,
+    )  # fmt: skip
 
 
 def step_by_step(call: Call) -> tuple[Array, Array]:

@@ -118,7 +118,8 @@ class Segments:
             return cls(chunks, sequences * per, per, None)
         # Packed lengths are not known here. One sequence may hold nearly all slots, so segments are sized by the total.
         across = max(1, programs // sequences)
-        wanted = min(cdiv(PROGRAMS_TO_FILL, across), MAX_SEGMENTS)
+        # Uneven lengths leave programs idle at the end, so there are twice as many as fill the device.
+        wanted = min(cdiv(2 * PROGRAMS_TO_FILL, across), MAX_SEGMENTS)
         chunks = max(MIN_SEGMENT, cdiv(slots.count, wanted))
         return cls._packed(slots, sequences, chunks)
 

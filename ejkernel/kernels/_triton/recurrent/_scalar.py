@@ -170,7 +170,7 @@ def backward(
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, heads). dq, dk [tokens, H, K], dv [tokens, H, V]; dg [tokens, H] (None without a gate)."""
+    """Grid (slots, heads). dq, dk [tokens, H, K], dv [tokens, H, V] or None; dg [tokens, H] (None without a gate)."""
     GATED: tl.constexpr = (gs is not None) or (gamma is not None)
     s = tl.program_id(0)
     head = tl.program_id(1)
@@ -234,17 +234,18 @@ def backward(
             xq *= scale
         store_rows(dq, dot(dA, bk, xq, DT, PREC), token, rows, head, a, H, K, C, BK, SIGN, EVEN)
         store_rows(dk, dot(dAt, bq, xk, DT, PREC), token, rows, head, a, H, K, C, BK, SIGN, EVEN)
-    At = tl.trans(A)
-    for c in range(0, V, BV):
-        xv = tl.zeros([C, BV], tl.float32)
-        for a in range(0, K, BK):
-            bk = load_rows(k, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
-            dS = load_state(ends, index, a, c, K, V, V, 1, BK, BV)  # [BK, BV]
-            xv = dot(bk, dS, xv, DT, PREC)
-        if GATED:
-            xv *= suf[:, None]
-        bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
-        store_rows(dv, dot(At, bd, xv, DT, PREC), token, rows, head, c, H, V, C, BV, SIGN, EVEN)
+    if dv is not None:
+        At = tl.trans(A)
+        for c in range(0, V, BV):
+            xv = tl.zeros([C, BV], tl.float32)
+            for a in range(0, K, BK):
+                bk = load_rows(k, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
+                dS = load_state(ends, index, a, c, K, V, V, 1, BK, BV)  # [BK, BV]
+                xv = dot(bk, dS, xv, DT, PREC)
+            if GATED:
+                xv *= suf[:, None]
+            bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
+            store_rows(dv, dot(At, bd, xv, DT, PREC), token, rows, head, c, H, V, C, BV, SIGN, EVEN)
     if GATED:
         r = tl.arange(0, C)
         # and of every prefix from r on and every suffix before r, and of what passes through the whole chunk.

@@ -94,8 +94,7 @@ def _forward(
         output, final, states = _launch.scalar_forward(call, keep)
         return output, final, {"states": states} if keep else {}
     if _launch.key_forward_fits(call):
-        output, final, states, pairs = _launch.key_forward(call, wanted is not None)
-        return output, final, {} if wanted is None else {"states": states, "pairs": pairs}
+        return _launch.key_forward(call, wanted is not None)
     starts, final = _launch.walk(call, arrays["key"], arrays["value"], call.get("initial_state"))
     key, value = sides(call, None)
     key_pairs = _launch.gated_pairs(call, key)
@@ -120,11 +119,20 @@ def _backward(
             grads["g_gamma"] = jnp.zeros_like(arrays["g_gamma"])  # nobody asks for it
         return {name: _reduced(grads[name], x) for name, x in arrays.items()}
     starts = saved["states"] if "states" in saved else _launch.walk(call, k, v, call.get("initial_state"))[0]
-    ends, grads["initial_state"] = _launch.walk(call, q, doutput, dfinal, adjoint=True)
-    if call.gated_by_head:
-        grads["query"], grads["key"], grads["value"], dlog = _launch.scalar_backward(call, doutput, starts, ends)
+    if call.gated_by_head and _launch.fits_registers(call, q.shape[3]):
+        grads["value"], ends, grads["initial_state"] = _launch.scalar_backward_of_value(call, doutput, dfinal)
+        grads["query"], grads["key"], _, dlog = _launch.scalar_backward(call, doutput, starts, ends, of_value=False)
+    elif call.gated_by_head:
+        ends, grads["initial_state"] = _launch.walk(call, q, doutput, dfinal, adjoint=True)
+        grads["query"], grads["key"], grads["value"], dlog = _launch.scalar_backward(
+            call, doutput, starts, ends, of_value=True
+        )
     else:
-        dlog = _gated_backward(call, doutput, saved.get("pairs"), starts, ends, grads)
+        if "qd" in saved:
+            ends, grads["initial_state"] = _launch.key_adjoint(call, doutput, saved["qd"], saved["tot"], dfinal)
+        else:
+            ends, grads["initial_state"] = _launch.walk(call, q, doutput, dfinal, adjoint=True)
+        dlog = _gated_backward(call, doutput, saved, starts, ends, grads)
     grads["g"] = dlog
     if "g_gamma" in arrays:
         assert dlog is not None
@@ -133,14 +141,14 @@ def _backward(
 
 
 def _gated_backward(
-    call: Call, do: Array, pairs: Array | None, starts: Array, ends: Array, grads: dict[str, Array | None]
+    call: Call, do: Array, saved: dict[str, Any], starts: Array, ends: Array, grads: dict[str, Array | None]
 ) -> Array | None:
     """Fills in dq, dk, dv, dgk and dgv per query head; returns the gradient of the head's own log decay [B, T, H]."""
     key, value = sides(call, do)
     B, T, H, K, V = call.dims
     by_head = "g" in call.arrays or "g_gamma" in call.arrays
     on_key = by_head and key.gate is not None
-    pairs = _launch.gated_pairs(call, key) if pairs is None else pairs
+    pairs = saved["pairs"] if "pairs" in saved else _launch.gated_pairs(call, key)
 
     def gate(name: str, channels: int, summed: bool) -> dict[str, jax.ShapeDtypeStruct]:
         x = call.get(name)
@@ -151,7 +159,11 @@ def _gated_backward(
     q = call.arrays["query"]
     out = {"dx": shape(q.shape, q.dtype), "dy": shape((B, T, H, K), _launch.per_head_dtype(call, key.y))}
     out |= gate("gk", K, on_key)
-    grads["query"], grads["key"], *dgk = _launch.one_side(call, key, value, _launch.gated_pairs(call, value), starts, ends, out)
+    if _launch.key_forward_fits(call):
+        grads["query"], grads["key"], *dgk = _launch.key_backward(call, do, saved["totals"], starts, ends, out)
+    else:
+        value_pairs = _launch.gated_pairs(call, value)
+        grads["query"], grads["key"], *dgk = _launch.one_side(call, key, value, value_pairs, starts, ends, out)
     out = {"dy": shape((B, T, H, V), _launch.per_head_dtype(call, value.y)), **gate("gv", V, by_head and not on_key)}
     grads["value"], *dgv = _launch.one_side(call, value, key, pairs, starts, ends, out)
     grads["gk"], grads["gv"] = dgk[0] if dgk else None, dgv[0] if dgv else None

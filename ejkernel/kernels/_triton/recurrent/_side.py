@@ -1,0 +1,342 @@
+"""One gated side of a chunk of 64 rows in bfloat16: the fast form of `_gated.gated_side`, with the same formula.
+
+A thread holds all 8 rows of a block for its channel. Pairs of rows inside such a block are taken one by one in float32: the
+decay between them is a running product in a register, so a pair costs eight instructions and no layout ever changes. Only
+the three levels above (8, 16 and 32 rows) and the states are products on the tensor cores.
+
+Tile row r is chunk row (r % 8) * 8 + r // 8: with eight warps, warp w has block w.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton.recurrent._key import exp_of_log
+from ejkernel.kernels._triton.recurrent._tiles import dot, load_state, slot_at
+
+
+@triton.jit
+def block_row(r):
+    """The chunk row of tile row r."""
+    return (r & 7) * 8 + (r >> 3)
+
+
+@triton.jit
+def _tile(x):
+    """[64, BD] from 8 rows, each [BD, 8]: row t of block b becomes tile row 8 t + b. Moves nothing between threads."""
+    a0, a1, a2, a3 = tl.join(x[0], x[1]), tl.join(x[2], x[3]), tl.join(x[4], x[5]), tl.join(x[6], x[7])
+    whole = tl.join(tl.join(a0, a1), tl.join(a2, a3))  # [BD, 8, 2, 2, 2]
+    return tl.reshape(tl.permute(whole, [4, 3, 2, 1, 0]), [64, x[0].shape[0]])
+
+
+@triton.jit
+def _rows(x):
+    """The 8 rows, each [BD, 8], of a tile [64, BD]: the inverse of `_tile`."""
+    low, high = tl.split(tl.permute(tl.reshape(x, [2, 2, 2, 8, x.shape[1]]), [4, 3, 2, 1, 0]))  # of [BD, 8, 2, 2, 2]
+    a0, a1 = tl.split(low)
+    a2, a3 = tl.split(high)
+    return tl.split(a0) + tl.split(a1) + tl.split(a2) + tl.split(a3)
+
+
+@triton.jit
+def _put(x, i: tl.constexpr, value):
+    """The tuple x with element i replaced."""
+    return x[:i] + (value,) + x[i + 1 :]
+
+
+@triton.jit
+def pairs_of_plain(
+    x, y, slots, scale, T, NT,
+    M, near,
+    H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr,
+    EVEN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Grid (slots, heads). M [slots, H, 64, 64] in tile order: scale * x_t . y_s for s <= t, and the same at (s, t).
+
+    near [slots, H, 8, 8, 8], float32: element [b, s, t] is the pair (t, s) inside block b.
+    """
+    C: tl.constexpr = 64
+    s = tl.program_id(0)
+    head = tl.program_id(1)
+    token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
+    if rows <= 0:
+        return
+    r = tl.arange(0, C)
+    row = block_row(r)
+    lower = tl.zeros([C, C], tl.float32)
+    upper = tl.zeros([C, C], tl.float32)
+    for col in range(0, D, BD):
+        bx = _permuted(x, token, rows, head // (H // HX), col, HX, D, BD, SIGN, EVEN)
+        by = _permuted(y, token, rows, head // (H // HY), col, HY, D, BD, SIGN, EVEN)
+        lower = dot(bx, tl.trans(by), lower, M.dtype.element_ty, PREC)
+        upper = dot(by, tl.trans(bx), upper, M.dtype.element_ty, PREC)
+    both = tl.where(row[:, None] >= row[None, :], lower, upper) * scale
+    at = M + (s.to(tl.int64) * H + head) * (C * C) + (r[:, None] * C + r[None, :])
+    tl.store(at, both.to(M.dtype.element_ty))
+    at = near + (s.to(tl.int64) * H + head) * 512 + ((r & 7) * 64 + (r >> 3))[:, None] + ((r >> 3) * 8)[None, :]
+    tl.store(at, both, mask=((r & 7)[:, None] == (r & 7)[None, :]) & (row[:, None] >= row[None, :]))
+
+
+@triton.jit
+def _permuted(
+    x, token, rows, head, col, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """[64, BD] of x [tokens, HEADS, D] in tile order; 0 outside."""
+    row = block_row(tl.arange(0, 64))[:, None]
+    c = col + tl.arange(0, BD)[None, :]
+    at = x + (token * HEADS + head) * D + (row * (SIGN * HEADS * D) + c)
+    if EVEN and D % BD == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(row < rows) & (c < D), other=0.0)
+
+
+@triton.jit
+def _row(at, row, rows, c, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
+    """[BD, 8] in float32: one row of each block; 0 outside."""
+    if EVEN and D % BD == 0:
+        return tl.load(at).to(tl.float32)
+    else:
+        return tl.load(at, mask=(row < rows) & (c < D), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_row(at, value, row, rows, c, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
+    if EVEN and D % BD == 0:
+        tl.store(at, value.to(at.dtype.element_ty))
+    else:
+        tl.store(at, value.to(at.dtype.element_ty), mask=(row < rows) & (c < D))
+
+
+@triton.jit
+def _add_level(found, upper, far, xs, ys, pre, suf, dxs, dys, dgs):
+    """Adds one level's products: rows of `upper` blocks read (to dx), the others are read (to dy).
+
+    The decay of row j is in the prefix of every row t >= j of an upper block and in the suffix of every row t < j of another.
+    Returns (dx, dy, dg, and each block's sums for the upper blocks and for the others).
+    """
+    one = tl.where(upper, 1.0, 0.0)  # products with it cost less than selections
+    other = 1.0 - one
+    reading = tl.zeros_like(pre[0])
+    being_read = tl.zeros_like(pre[0])
+    for t in tl.static_range(7, -1, -1):
+        f = found[t] * (tl.where(upper, pre[t], suf[t]) * far)
+        dxs = _put(dxs, t, dxs[t] + f * one)
+        dys = _put(dys, t, dys[t] + f * other)
+        f *= tl.where(upper, xs[t], ys[t])
+        reading += f * one
+        dgs = _put(dgs, t, dgs[t] + reading)
+        found = _put(found, t, f)
+    for t in tl.static_range(8):
+        dgs = _put(dgs, t, dgs[t] + being_read)
+        being_read += found[t] * other
+    return dxs, dys, dgs, reading, being_read
+
+
+@triton.jit
+def _add_start(found, before, xs, pre, dxs, dgs):
+    """`_add_level` for the state before the chunk, which every row reads."""
+    reading = tl.zeros_like(pre[0])
+    for t in tl.static_range(7, -1, -1):
+        f = found[t] * (pre[t] * before)
+        dxs = _put(dxs, t, dxs[t] + f)
+        reading += f * xs[t]
+        dgs = _put(dgs, t, dgs[t] + reading)
+    return dxs, dgs, reading
+
+
+@triton.jit
+def _add_end(found, after, ys, suf, dys, dgs):
+    """`_add_level` for the adjoint after the chunk, which reads every row."""
+    being_read = tl.zeros_like(suf[0])
+    for t in tl.static_range(8):
+        f = found[t] * (suf[t] * after)
+        dys = _put(dys, t, dys[t] + f)
+        dgs = _put(dgs, t, dgs[t] + being_read)
+        being_read += f * ys[t]
+    return dys, dgs, being_read
+
+
+@triton.jit
+def _of_blocks(a, b, BD: tl.constexpr):
+    """For each of the 8 blocks, ([BD], [BD]): every thread then has what a and b [BD, 8] hold for all blocks."""
+    both = tl.reshape(tl.join(a, b), [BD, 2, 2, 2, 2])
+    low, high = tl.split(tl.permute(both, [0, 4, 3, 2, 1]))  # the block's three bits last
+    a0, a1 = tl.split(low)
+    a2, a3 = tl.split(high)
+    return tl.split(a0) + tl.split(a1) + tl.split(a2) + tl.split(a3)
+
+
+@triton.jit
+def _from_states(
+    x2, y2, starts, ends, token, rows, index, head, col, H: tl.constexpr, HX2: tl.constexpr, HY2: tl.constexpr, D: tl.constexpr,
+    D2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr, STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr,
+    EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """(rows of x2 S^T, rows of y2 dS^T, sum over the opposite channels of S * dS [BD]), before any decay."""
+    from_start = tl.zeros([64, BD], tl.float32)
+    from_end = tl.zeros([64, BD], tl.float32)
+    through = tl.zeros([BD], tl.float32)
+    for c2 in tl.range(0, D2, B2, num_stages=STAGES):
+        S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
+        dS = load_state(ends, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
+        bx2 = _permuted(x2, token, rows, head // (H // HX2), c2, HX2, D2, B2, SIGN, EVEN)
+        by2 = _permuted(y2, token, rows, head // (H // HY2), c2, HY2, D2, B2, SIGN, EVEN)
+        from_start = dot(bx2, tl.trans(S), from_start, DT, PREC)
+        from_end = dot(by2, tl.trans(dS), from_end, DT, PREC)
+        through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+    return _rows(from_start), _rows(from_end), through
+
+
+@triton.jit
+def side(
+    x, y, g, gs, gamma, M, near, totals, x2, y2, starts, ends, slots, scale, T, NT,
+    dx, dy, dg,
+    H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
+    HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr, STRIDE: tl.constexpr,
+    STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr, APPROXIMATE: tl.constexpr,
+    STAGES: tl.constexpr, STATES_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BD own channels * slots, heads). M [slots, H, 64, 64]: the opposite pairs, symmetric, in tile order; near: those
+    inside blocks of 8 rows (`pairs_of_plain`). totals [slots, H, 8, D]: each block's decay.
+
+    starts, ends [slots, H, K, V]: state before, adjoint after each slot; STRIDE and STRIDE2 are the own and the opposite
+    channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the pairs, which costs
+    registers and hides the time of a long loop over them.
+    """
+    C: tl.constexpr = 64
+    DT: tl.constexpr = M.dtype.element_ty
+    TILES: tl.constexpr = (D + BD - 1) // BD
+    pid = tl.program_id(0)
+    head = tl.program_id(1)
+    col = (pid % TILES) * BD
+    s = pid // TILES
+    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    if rows <= 0:
+        return
+    index = s.to(tl.int64) * H + head
+    M += index * (C * C)
+    blk = tl.arange(0, 8)[None, :]
+    c = col + tl.arange(0, BD)[:, None]
+    px = x + (token * HX + head // (H // HX)) * D + (blk * (8 * SIGN * HX * D) + c)  # [BD, 8]
+    py = y + (token * HY + head // (H // HY)) * D + (blk * (8 * SIGN * HY * D) + c)
+    pg = g + (token * HG + head // (H // HG)) * D + (blk * (8 * SIGN * HG * D) + c)
+    pm = near + index * 512 + (blk * 64 + (c - c))  # [BD, 8]: the same address in every channel, to keep the layout
+    xs = ()
+    ys = ()
+    es = ()
+    for t in tl.static_range(8):
+        log = _row(pg + t * (SIGN * HG * D), blk * 8 + t, rows, c, D, BD, EVEN)
+        if gs is not None:
+            at = gs + token * HGS + head // (H // HGS) + (blk * 8 + t) * (SIGN * HGS)
+            log += tl.load(at, mask=blk * 8 + t < rows, other=0.0).to(tl.float32)
+        if gamma is not None:
+            log += tl.where(blk * 8 + t < rows, tl.load(gamma + seq * H + head).to(tl.float32), 0.0)
+        es = es + (exp_of_log(log, APPROXIMATE),)
+        xs = xs + (_row(px + t * (SIGN * HX * D), blk * 8 + t, rows, c, D, BD, EVEN),)
+        ys = ys + (_row(py + t * (SIGN * HY * D), blk * 8 + t, rows, c, D, BD, EVEN),)
+    if STATES_FIRST:
+        start_rows, end_rows, through = _from_states(
+            x2, y2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, BD, B2, STRIDE, STRIDE2, SIGN, EVEN, DT,
+            PREC, STAGES,
+        )  # fmt: skip
+    # Pairs inside blocks of 8 rows: column by column of the pairs, the decay from row j to row t in w.
+    dxs = ()
+    dys = ()
+    dgs = ()
+    for t in tl.static_range(8):
+        same = tl.load(pm + t * 9)  # a row with itself, which nothing decays
+        dxs = dxs + (same * ys[t],)
+        dys = dys + (same * xs[t],)
+        dgs = dgs + (tl.zeros([BD, 8], tl.float32),)
+    for j in tl.static_range(7):
+        w = es[j + 1]
+        found = ()
+        total = dys[j]
+        for t in tl.static_range(j + 1, 8):
+            m = tl.load(pm + (t + j * 8)) * w
+            dxs = _put(dxs, t, dxs[t] + m * ys[j])
+            term = m * xs[t]
+            total += term
+            found = found + (term * ys[j],)
+            if t < 7:
+                w = w * es[t + 1]
+        dys = _put(dys, j, total)
+        spanning = tl.zeros([BD, 8], tl.float32)  # of pairs (t, j) with t >= r, for r from 7 down
+        for back in tl.static_range(7 - j):
+            spanning += found[6 - j - back]
+            dgs = _put(dgs, 7 - back, dgs[7 - back] + spanning)
+    pre = (es[0],)
+    suf = (tl.full([BD, 8], 1.0, tl.float32),)
+    for t in tl.static_range(1, 8):
+        pre = pre + (pre[t - 1] * es[t],)
+        suf = (suf[0] * es[8 - t],) + suf
+    # Decays of whole blocks: between a row's block and its half of 16, 32 and 64 rows.
+    before = tl.full([BD, 8], 1.0, tl.float32)
+    after = tl.full([BD, 8], 1.0, tl.float32)
+    far16 = tl.full([BD, 8], 1.0, tl.float32)
+    far32 = tl.full([BD, 8], 1.0, tl.float32)
+    through_all = tl.full([BD, 8], 1.0, tl.float32)
+    for n in tl.static_range(8):
+        decay = tl.load(totals + (index * 8 + n) * D + c + blk * 0, mask=c < D, other=1.0)
+        through_all *= decay
+        before *= tl.where(blk > n, decay, 1.0)
+        after *= tl.where(blk < n, decay, 1.0)
+        far16 *= tl.where(_between(blk, n, 1), decay, 1.0)
+        far32 *= tl.where(_between(blk, n, 2), decay, 1.0)
+    # Levels of 8, 16 and 32 rows: upper blocks read, lower ones are read.
+    r = tl.arange(0, C)
+    pairs = M + (r[:, None] * C + r[None, :])
+    apart = (r & 7)[:, None] ^ (r & 7)[None, :]
+    for level in tl.static_range(3):
+        upper = ((blk >> level) & 1) == 1
+        far = 1.0
+        if level == 1:
+            far = far16
+        if level == 2:
+            far = far32
+        own = ()
+        for t in tl.static_range(8):
+            own = own + ((tl.where(upper, xs[t], ys[t]) * (tl.where(upper, pre[t], suf[t]) * far)).to(DT),)
+        found = _rows(dot(tl.load(pairs, mask=(apart >> level) == 1, other=0.0), _tile(own), None, DT, PREC))
+        dxs, dys, dgs, reading, being_read = _add_level(found, upper, far, xs, ys, pre, suf, dxs, dys, dgs)
+        if level == 1:
+            reading16 = reading
+            being_read16 = being_read
+    both16 = reading16 + being_read16  # a block is upper or lower, so one of the two is 0
+    of_levels = _of_blocks(both16, reading + being_read, BD)
+    whole = tl.zeros([BD, 8], tl.float32)
+    for n in tl.static_range(8):
+        of16, of32 = tl.split(of_levels[n])
+        whole += tl.where(_between(n, blk, 1), of16[:, None], 0.0) + tl.where(_between(n, blk, 2), of32[:, None], 0.0)
+    if not STATES_FIRST:
+        start_rows, end_rows, through = _from_states(
+            x2, y2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, BD, B2, STRIDE, STRIDE2, SIGN, EVEN, DT,
+            PREC, STAGES,
+        )  # fmt: skip
+    # The states are a level whose lower half is everything before the rows, or whose upper half is everything after them.
+    dxs, dgs, starting = _add_start(start_rows, before * scale, xs, pre, dxs, dgs)
+    dys, dgs, ending = _add_end(end_rows, after, ys, suf, dys, dgs)
+    # The decays of a whole block n also count in what other blocks read and have read across it.
+    of_states = _of_blocks(starting, ending, BD)
+    for n in tl.static_range(8):
+        started, ended = tl.split(of_states[n])
+        whole += tl.where(blk < n, started[:, None], 0.0) + tl.where(blk > n, ended[:, None], 0.0)
+    # The detour through a pair keeps the layout of S from spreading over all rows.
+    whole += tl.split(tl.join(through, through))[0][:, None] * through_all
+    qx = dx + (token * H + head) * D + (blk * (8 * SIGN * H * D) + c)
+    qy = dy + (token * H + head) * D + (blk * (8 * SIGN * H * D) + c)
+    qg = dg + (token * H + head) * D + (blk * (8 * SIGN * H * D) + c)
+    for t in tl.static_range(8):
+        _store_row(qx + t * (SIGN * H * D), dxs[t], blk * 8 + t, rows, c, D, BD, EVEN)
+        _store_row(qy + t * (SIGN * H * D), dys[t], blk * 8 + t, rows, c, D, BD, EVEN)
+        _store_row(qg + t * (SIGN * H * D), dgs[t] + whole, blk * 8 + t, rows, c, D, BD, EVEN)
+
+
+@triton.jit
+def _between(block, n, LEVEL: tl.constexpr):
+    """Whether block n lies between `block` and the middle that the halves of 2^LEVEL blocks have in common."""
+    same_half = (block >> LEVEL) == (n >> LEVEL)
+    upper = ((block >> LEVEL) & 1) == 1
+    return same_half & ((upper & (n < block)) | ((upper == 0) & (n > block)))
