@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from ejkernel.callib._compiled import _DTYPES
 
@@ -70,7 +72,7 @@ def run(
     _mend_bfloat16_dot()
     source = {o: i for i, o in aliases.items()}
 
-    def on_host(*concrete: Any) -> tuple[np.ndarray, ...]:
+    def on_host(*concrete: np.ndarray) -> tuple[np.ndarray, ...]:
         arrays = iter(concrete)
         values = [np.array(next(arrays)) if isinstance(x, jax.Array) else x for x in args]
         results = [_buffer(x, values[source[i]] if i in source else None, i in zeroed) for i, x in enumerate(outputs)]
@@ -80,7 +82,43 @@ def run(
         return tuple(results)
 
     arrays = [x for x in args if isinstance(x, jax.Array)]
-    return list(jax.pure_callback(on_host, tuple(outputs), *arrays, vmap_method="sequential"))
+    return _on_host_p.bind(*arrays, on_host=on_host, outputs=tuple((x.shape, x.dtype) for x in outputs))
+
+
+# A callback of our own that hands over numpy memory. `jax.pure_callback` makes JAX arrays of it first, and until jax 0.12 it copies
+# those of 100 KB and more on the very threads that run the computation: where they all wait in callbacks, nothing goes on.
+_on_host_p = Primitive("interpreted_triton_kernel")
+_on_host_p.multiple_results = True
+OutputTypes = tuple[tuple[tuple[int, ...], Any], ...]
+
+
+@_on_host_p.def_impl
+def _eager(*arrays: Any, **params: Any) -> list[jax.Array]:
+    return jax.jit(functools.partial(_on_host_p.bind, **params))(*arrays)
+
+
+@_on_host_p.def_abstract_eval
+def _types(*_: Any, on_host: Callable[..., Any], outputs: OutputTypes) -> list[Any]:
+    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in outputs]
+
+
+def _lower(ctx: Any, *operands: Any, on_host: Callable[..., Any], outputs: OutputTypes) -> Any:
+    results, _, _ = mlir.emit_python_callback(
+        ctx, on_host, None, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=False, returns_token=False
+    )
+    return results
+
+
+def _one_by_one(arrays: Sequence[Any], axes: Sequence[int | None], **params: Any) -> tuple[list[jax.Array], list[int]]:
+    """vmap: one call after another."""
+    mapped = [None if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
+    each = lambda row: _on_host_p.bind(*(x if y is None else y for x, y in zip(arrays, row, strict=True)), **params)
+    results = jax.lax.map(each, mapped)
+    return results, [0] * len(results)
+
+
+mlir.register_lowering(_on_host_p, _lower)
+batching.primitive_batchers[_on_host_p] = _one_by_one
 
 
 def _buffer(out: jax.ShapeDtypeStruct, aliased: np.ndarray | None, zero: bool) -> np.ndarray:

@@ -1,4 +1,9 @@
-"""`triton_call`, interpreted: arguments, outputs, aliases, errors. Compiled: see test_lowering.py."""
+"""`triton_call`, interpreted: arguments, outputs, aliases, errors. Compiled: see tests/triton/test_compiled.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +14,8 @@ triton = pytest.importorskip("triton", reason="the triton platform needs Triton"
 import triton.language as tl  # noqa: E402
 
 from ejkernel.callib import cdiv, triton_call  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
 
 
 @triton.jit
@@ -103,3 +110,35 @@ def test_wrong_counts_and_grids():
 
 def test_cdiv():
     assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+ON_ONE_CORE = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before JAX counts the cores for its threads
+import jax, jax.numpy as jnp
+from ejkernel.callib import triton_call
+from tests.callib.test_triton_call import scaled_sum
+
+@jax.jit
+def f(x):
+    for _ in range(2):
+        out = triton_call(x, x, 32, 0.5, kernel=scaled_sum, out_shape=x, grid=1, B=32)
+        x = jnp.sin(jnp.nan_to_num(out)) @ jnp.eye(64)
+    return x
+
+x = jnp.ones((1000, 64))  # 256 KB
+for _ in range(50):
+    f(x), f(x + 1).block_until_ready()  # the second waits for its argument, hence runs on one of JAX's threads
+print("done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_large_arrays_on_a_single_thread():
+    """The host's copies must not wait for threads that wait for the host (see _interpreted.py)."""
+    done = subprocess.run(
+        [sys.executable, "-c", ON_ONE_CORE], capture_output=True, text=True, timeout=30, cwd=ROOT, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "done\n"
