@@ -62,7 +62,8 @@ def compile_kernel(
         if types.get(name, "").startswith("*")
     }
     source = ASTSource(kernel, signature=full, constexprs={(parameters.index(n),): v for n, v in values.items()}, attrs=attrs)
-    flags: dict[str, Any] = {"num_warps": options.num_warps, "num_stages": options.num_stages}
+    # Fused multiply-adds are said to be wanted because Triton 3.10 is to change its mind about them.
+    flags: dict[str, Any] = {"num_warps": options.num_warps, "num_stages": options.num_stages, "enable_fp_fusion": True}
     if options.maxnreg is not None:
         flags["maxnreg"] = options.maxnreg
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=flags)

@@ -85,8 +85,9 @@ def run(
     return _on_host_p.bind(*arrays, on_host=on_host, outputs=tuple((x.shape, x.dtype) for x in outputs))
 
 
-# A callback of our own that hands over numpy memory. `jax.pure_callback` makes JAX arrays of it first, and until jax 0.12 it copies
-# those of 100 KB and more on the very threads that run the computation: where they all wait in callbacks, nothing goes on.
+# A callback of our own that hands over numpy memory. `jax.pure_callback` makes JAX arrays of it first, and until jax 0.12 it
+# copies those of 100 KB and more on the very threads that run the computation: where they all wait in callbacks, nothing
+# goes on.
 _on_host_p = Primitive("interpreted_triton_kernel")
 _on_host_p.multiple_results = True
 OutputTypes = tuple[tuple[tuple[int, ...], Any], ...]

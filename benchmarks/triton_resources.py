@@ -1,16 +1,19 @@
 """Registers, shared memory and spills of every kernel that the triton platform launches, compiled for a GPU that need not
-be here. Run as a program, since kernels are compiled only where Triton does not interpret them:
+be here (no CUDA plugin either):
 
-    python -m tests.triton.resources 90 [call ...]          one JSON line for each kernel of each call (of `CALLS`; all)
+    python -m benchmarks.triton_resources [--capability 80 90] [--calls gk g ...] [--json]
+
+A table with one line for each kernel of each call (of `CALLS`; all), or with --json one object a line. Kernels are compiled
+only where Triton does not interpret them: TRITON_INTERPRET must not be set. Spills are bytes of stack frame a thread.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +84,7 @@ def arguments(gates: tuple[str, ...], K: int, V: int, dtype: str) -> dict[str, j
 
 
 def report(capability: int, calls: list[str]) -> Iterator[dict[str, Any]]:
-    """One entry for each kernel of these calls, forward and backward, and of a decode step."""
+    """One entry for each kernel of these calls, forward and backward; of the call "decode", a step."""
     from ejkernel.kernels._linear import LinearConfig
     from ejkernel.kernels._triton.recurrent import recurrent
 
@@ -90,14 +93,30 @@ def report(capability: int, calls: list[str]) -> Iterator[dict[str, Any]]:
         return jax.grad(loss)(arrays)
 
     for name in calls:
-        for kernel, used in kernels_of(gradient, (arguments(*CALLS[name]),), capability):
-            yield {"call": name, "kernel": kernel, **used}
-    step = lambda arrays: recurrent(**arrays, cfg=LinearConfig(schedule="recurrent"))
-    for kernel, used in kernels_of(step, (arguments(("g", "gk", "gv", "g_gamma"), 128, 128, "bfloat16"),), capability):
-        yield {"call": "decode", "kernel": kernel, **used}
+        if name == "decode":
+            step = lambda arrays: recurrent(**arrays, cfg=LinearConfig(schedule="recurrent"))
+            traced = kernels_of(step, (arguments(("g", "gk", "gv", "g_gamma"), 128, 128, "bfloat16"),), capability)
+        else:
+            traced = kernels_of(gradient, (arguments(*CALLS[name]),), capability)
+        for kernel, used in dict.fromkeys((kernel, tuple(used.items())) for kernel, used in traced):
+            yield {"capability": capability, "call": name, "kernel": kernel, **dict(used)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--capability", type=int, nargs="+", default=[80, 90], help="80: A100, 90: H100 and H200")
+    parser.add_argument("--calls", nargs="+", default=[*CALLS, "decode"], choices=[*CALLS, "decode"], metavar="CALL")
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    options = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise SystemExit("TRITON_INTERPRET=1 is set, and interpreted kernels cannot be compiled.")
+    if not options.json:
+        print(f"{'sm':>3} {'call':12} {'kernel':45} {'registers':>9} {'shared':>7} {'spills':>7}")
+    for capability in options.capability:
+        for e in report(capability, options.calls):
+            line = f"{capability:3} {e['call']:12} {e['kernel']:45} {e['registers']:9} {e['shared']:7} {e['spills']:7}"
+            print(json.dumps(e) if options.json else line, flush=True)
 
 
 if __name__ == "__main__":
-    assert os.environ.get("TRITON_INTERPRET", "0") != "1", "interpreted kernels cannot be compiled"
-    for entry in report(int(sys.argv[1]), sys.argv[2:] or list(CALLS)):
-        print(json.dumps(entry), flush=True)
+    main()

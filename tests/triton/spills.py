@@ -1,0 +1,80 @@
+"""Default tiles that spill registers, and why they are the default all the same.
+
+A kernel may spill `FEW` bytes a thread without a word. Beyond that it needs an entry here, with the bytes that were seen and
+the measurement (benchmarks/NOTES_gpu.md, on an H200) that justifies it, or the plain statement that there is none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FEW = 32  # bytes a thread: eight registers
+SLACK = 1.25  # compilers differ by this much (Triton 3.6 to 3.9)
+
+
+class Spill(NamedTuple):
+    capability: int
+    call: str  # of benchmarks.triton_resources.CALLS
+    kernel: str
+    most: int  # bytes a thread
+    reason: str
+
+
+_AMPERE = "compiled for Ampere, not tuned: nobody has measured there"
+_EXACT = "float32 products are three tf32 ones, for accuracy; not tuned, not measured"
+_BACKWARD = "64-wide tiles 0.43 ms on r1; 128 wide 0.51 to 0.95, 8 warps 0.57 to 0.70, 32 rows 0.75"
+_KEY_SIDE = "halves of a chunk: 0.84 ms on r1 against 1.26 whole; 2 warps 1.10, 8 warps 1.01, fewer registers 0.96 to 1.26"
+_PREPARE = "levels held in registers: forward 0.31 ms on r1, 1.09 in the version that went through shared memory"
+_BOTH = "per key and per value together 5.5 ms on r1, 0.20 of flash-linear-attention; other tiles not measured"
+
+SPILLS = [
+    Spill(90, "g", "forward", 40, "clamped running sums: 0.130 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
+    Spill(90, "g", "backward", 240, _BACKWARD),
+    Spill(90, "g_gamma", "backward", 112, _BACKWARD),
+    Spill(90, "g wide", "backward", 240, _BACKWARD + "; K = 512 not measured"),
+    Spill(90, "g float16", "forward", 64, "float16 runs as tf32; not measured"),
+    Spill(90, "g float16", "backward", 120, "float16 runs as tf32; not measured"),
+    Spill(90, "gk", "prepare", 136, _PREPARE),
+    Spill(90, "gk", "gated_side", 240, _KEY_SIDE),
+    Spill(90, "gk wide", "prepare", 960, "two turns of 128 channels: 0.542 ms forward on r4, 0.45 of flash-linear-attention"),
+    Spill(90, "gk wide", "outputs", 440, "64 value channels: 0.542 ms forward on r4, of which other tiles were not measured"),
+    Spill(90, "gk wide", "gated_side", 240, _KEY_SIDE),
+    Spill(90, "gk gv", "walk", 192, _BOTH),
+    Spill(90, "gk gv", "gated_side", 808, _BOTH),
+    Spill(90, "all float32", "walk", 296, _EXACT),
+    Spill(90, "all float32", "gated_side", 1416, _EXACT),
+    Spill(80, "none", "forward", 456, _AMPERE),
+    Spill(80, "g", "forward", 408, _AMPERE),
+    Spill(80, "g", "backward", 64, _AMPERE),
+    Spill(80, "g_gamma", "forward", 136, _AMPERE),
+    Spill(80, "g_gamma", "backward", 368, _AMPERE),
+    Spill(80, "g wide", "backward", 64, _AMPERE),
+    Spill(80, "g float16", "forward", 72, _AMPERE),
+    Spill(80, "gk", "outputs", 280, _AMPERE),
+    Spill(80, "gk", "gated_side", 464, _AMPERE),
+    Spill(80, "gk wide", "prepare", 296, _AMPERE),
+    Spill(80, "gk wide", "outputs", 696, _AMPERE),
+    Spill(80, "gk wide", "gated_side", 608, _AMPERE),
+    Spill(80, "gk wide", "plain_side", 40, _AMPERE),
+    Spill(80, "gk gv", "walk", 384, _AMPERE),
+    Spill(80, "gk gv", "gated_side", 1144, _AMPERE),
+    Spill(80, "all float32", "walk", 128, _EXACT),
+    Spill(80, "all float32", "gated_side", 1536, _EXACT),
+]
+
+
+def unexplained(entries: list[dict]) -> list[str]:
+    """What spills and has no entry above, as the entries that would be missing."""
+    allowed = {(s.capability, s.call, s.kernel): s.most * SLACK for s in SPILLS}
+    worst: dict[tuple[int, str, str], int] = {}
+    for e in entries:
+        at = (e["capability"], e["call"], e["kernel"].partition("[")[0])
+        worst[at] = max(worst.get(at, 0), e["spills"])
+    return [f"Spill{(*at, n, '...')}," for at, n in worst.items() if n > max(FEW, allowed.get(at, 0))]
+
+
+def outdated(entries: list[dict]) -> list[Spill]:
+    """Entries above whose kernel is not among those that their call launches."""
+    launched = {(e["capability"], e["call"], e["kernel"].partition("[")[0]) for e in entries}
+    compiled = {at[:2] for at in launched}
+    return [s for s in SPILLS if (s.capability, s.call) in compiled and (s.capability, s.call, s.kernel) not in launched]

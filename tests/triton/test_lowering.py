@@ -1,0 +1,63 @@
+"""What the operations become in a program for an NVIDIA GPU, on a machine without one."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("triton", reason="the triton platform needs Triton")
+
+from tests.triton.test_compiled import outside
+
+LOWER = """
+import json
+import jax, jax.numpy as jnp
+from benchmarks.triton_resources import arguments
+from ejkernel.callib import compile_for
+from ejkernel.kernels._triton.lightning_attn import lightning_attn
+from ejkernel.kernels._triton.recurrent import recurrent
+from ejkernel.kernels._triton.recurrent_gla import recurrent_gla
+
+def lower(f, *args, **options):
+    with compile_for(90):
+        return jax.jit(f, **options).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+def gradient(operation, gates, **options):
+    loss = lambda a: sum(x.astype(jnp.float32).sum() for x in operation(**a, **options))
+    return lower(jax.grad(loss), arguments(gates, 64, 64, "bfloat16"))
+
+step = {n: jax.ShapeDtypeStruct((x.shape[0], 1, *x.shape[2:]), x.dtype) for n, x in arguments((), 64, 64, "bfloat16").items()}
+state = arguments((), 64, 64, "bfloat16")["initial_state"]
+step.pop("initial_state")
+print(json.dumps({
+    "recurrent": gradient(recurrent, ("gk", "gv")),
+    "gla": gradient(recurrent_gla, ("g",)),
+    "lightning": gradient(lightning_attn, (), layer_idx=1, num_layers=4),
+    "mapped": lower(jax.vmap(lambda a: recurrent(**a)), {
+        n: jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for n, x in arguments(("gk",), 64, 64, "bfloat16").items()}),
+    "decode": lower(lambda a, S: recurrent(**a, initial_state=S), step, state, donate_argnums=1),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def programs():
+    gpu_triton = pytest.importorskip("jaxlib.gpu_triton")
+    if not hasattr(gpu_triton, "TritonKernel"):
+        pytest.skip("needs JAX's CUDA plugin (make setup installs it)")
+    return json.loads(outside("-c", LOWER))
+
+
+def kernels(program: str) -> list[str]:
+    return re.findall(r"stablehlo\.custom_call @triton_kernel_call_ffi.*", program)
+
+
+@pytest.mark.parametrize(("operation", "least"), [("recurrent", 7), ("gla", 4), ("lightning", 3)])
+def test_operations_lower_to_triton_calls(programs, operation, least):
+    assert len(kernels(programs[operation])) >= least
+
+
+def test_decoding_writes_the_donated_state_in_place(programs):
+    (step,) = kernels(programs["decode"])
+    assert re.search(r"output_operand_alias<output_tuple_indices = \[1\],\s*operand_index = 3", step), step
+    assert re.search(r"%arg\d+: tensor<2x4x64x64xf32> \{[^}]*tf.aliasing_output = 1", programs["decode"])
