@@ -13,6 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
 from ejkernel.kernels._triton.recurrent import _launch
+from ejkernel.kernels._triton.recurrent._batching import foldable
 from ejkernel.kernels._triton.recurrent._launch import Call, shape, sides
 from ejkernel.kernels._triton.recurrent._plan import MAX_CHANNELS, Array, Plan
 
@@ -86,6 +87,17 @@ def _forward(
     plan: Plan, wanted: Wanted | None, arrays: dict[str, Array], cu_seqlens: Array | None
 ) -> tuple[Array, Array, dict[str, Any]]:
     """(output, final state, what the gradient starts from). wanted=None: no gradient will be asked for."""
+
+    def launch(arrays: dict[str, Array], cu_seqlens: Array | None) -> dict[str, Any]:
+        return dict(zip(("output", "final", "saved"), _launch_forward(plan, wanted, arrays, cu_seqlens), strict=True))
+
+    results = foldable(launch, arrays=arrays, cu_seqlens=cu_seqlens)
+    return results["output"], results["final"], results["saved"]
+
+
+def _launch_forward(
+    plan: Plan, wanted: Wanted | None, arrays: dict[str, Array], cu_seqlens: Array | None
+) -> tuple[Array, Array, dict[str, Any]]:
     call = Call.of(plan, arrays, cu_seqlens)
     if plan.schedule == "recurrent":
         return (*_launch.step_by_step(call), {})
@@ -106,6 +118,14 @@ def _forward(
 
 @functools.partial(jax.jit, static_argnums=(0,))
 def _backward(
+    plan: Plan, wanted: Wanted, arrays: dict[str, Array], cu_seqlens: Array | None, saved: dict[str, Any], doutput: Array,
+    dfinal: Array | None,
+) -> dict[str, Array]:  # fmt: skip
+    launch = functools.partial(_launch_backward, plan, wanted)
+    return foldable(launch, arrays=arrays, cu_seqlens=cu_seqlens, saved=saved, doutput=doutput, dfinal=dfinal)
+
+
+def _launch_backward(
     plan: Plan, wanted: Wanted, arrays: dict[str, Array], cu_seqlens: Array | None, saved: dict[str, Any], doutput: Array,
     dfinal: Array | None,
 ) -> dict[str, Array]:  # fmt: skip

@@ -1,0 +1,139 @@
+"""`vmap`, forward mode and `shard_map` over the triton platform, interpreted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="the triton platform needs Triton")
+
+from ejkernel.callib import _interpreted
+from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._triton.recurrent import recurrent
+from tests.triton.linear_cases import Case
+from tests.triton.linear_reference import error
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="interpreted on the host")
+CFG = LinearConfig(block_q=16)
+LENGTHS = [(0, 5, 5, 20), (0, 11, 12, 20)]
+M = 2
+
+
+class Counted:
+    """A kernel that notes the grids it runs on."""
+
+    def __init__(self, kernel, seen):
+        self.kernel, self.fn, self.seen = kernel, kernel.fn, seen
+
+    def __getitem__(self, grid):
+        self.seen.append(grid)
+        return self.kernel[grid]
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The grids of the kernels that ran."""
+    seen: list[tuple[int, int, int]] = []
+    original = _interpreted.run
+    jax.clear_caches()
+    monkeypatch.setattr(_interpreted, "run", lambda kernel, *rest: original(Counted(kernel, seen), *rest))
+    yield seen
+    jax.clear_caches()
+
+
+def call(arrays, cu_seqlens=None, cfg=CFG):
+    return recurrent(**arrays, cu_seqlens=cu_seqlens, cfg=cfg)
+
+
+def gradient(case):
+    wo, ws = case.weights()
+
+    def loss(arrays, cu_seqlens):
+        o, S = call(arrays, cu_seqlens)
+        return jnp.sum(o * wo) + jnp.sum(S * ws), (o, S)
+
+    return jax.grad(loss, has_aux=True)
+
+
+def many(case):
+    return jax.tree.map(lambda *x: jnp.stack(x), *(case.arrays(seed) for seed in range(M)))
+
+
+def assert_equal(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(("gk",), shape=(2, 20, 2, 1, 16, 16), state=True),
+        Case(("g", "g_gamma"), shape=(1, 20, 2, 2, 16, 16), state=True, gate_heads="Hkv"),
+        Case(("gv",), shape=(1, 17, 2, 1, 8, 16)),
+        Case((), shape=(1, 20, 2, 1, 16, 16)),
+    ],
+    ids=str,
+)
+def test_vmap_folds_into_the_batch(case, launches):
+    function = lambda arrays: gradient(case)(arrays, None)
+    want = jax.block_until_ready([function(case.arrays(seed)) for seed in range(M)])
+    alone = len(launches) // M
+    del launches[:]
+    got = jax.block_until_ready(jax.vmap(function)(many(case)))
+    assert_equal(got, jax.tree.map(lambda *x: jnp.stack(x), *want))
+    assert len(launches) == alone > 0  # as many kernels as one call has, not M times as many
+
+
+@pytest.mark.parametrize("mapped_lengths", [True, False])
+@pytest.mark.parametrize("gates", [("gk",), ("g_gamma",)])
+def test_vmap_of_packed_calls(gates, mapped_lengths):
+    case = Case(gates, shape=(1, 20, 2, 1, 16, 16), cu_seqlens=LENGTHS[0], state=True)
+    gamma = {n: case.arrays()[n] for n in ("g_gamma",) if n in gates}  # not differentiated: nothing is kept per chunk
+    drop = lambda arrays: {n: x for n, x in arrays.items() if n != "g_gamma"}
+    function = lambda arrays, cu: gradient_without(case, gamma)(arrays, cu)
+    lengths = jnp.array(LENGTHS if mapped_lengths else LENGTHS[0], jnp.int32)
+    got = jax.vmap(function, in_axes=(0, 0 if mapped_lengths else None))(drop(many(case)), lengths)
+    for m in range(M):
+        want = function(drop(case.arrays(m)), lengths[m] if mapped_lengths else lengths)
+        assert_equal(jax.tree.map(lambda x, m=m: x[m], got), want)
+
+
+def gradient_without(case, constants):
+    wo, ws = case.weights()
+
+    def loss(arrays, cu_seqlens):
+        o, S = call(arrays | constants, cu_seqlens)
+        return jnp.sum(o * wo) + jnp.sum(S * ws), (o, S)
+
+    return jax.grad(loss, has_aux=True)
+
+
+def test_vmap_of_packed_forward_folds(launches):
+    case = Case(("gk",), shape=(1, 20, 2, 1, 16, 16), cu_seqlens=LENGTHS[0])
+    lengths = jnp.array(LENGTHS, jnp.int32)
+    want = jax.block_until_ready([call(case.arrays(m), lengths[m]) for m in range(M)])
+    alone = len(launches) // M
+    del launches[:]
+    got = jax.block_until_ready(jax.vmap(call)(many(case), lengths))
+    assert_equal(got, jax.tree.map(lambda *x: jnp.stack(x), *want))
+    assert len(launches) == alone > 0
+
+
+def test_vmap_repeats_what_is_shared_and_nests():
+    case = Case(("g",), shape=(1, 20, 2, 1, 16, 16), state=True)
+    arrays, others = case.arrays(), case.arrays(1)
+    queries = jnp.stack([arrays["query"], others["query"]])
+    values = jnp.stack([arrays["value"], others["value"], arrays["value"] * 2])
+    function = lambda q, v: call({**arrays, "query": q, "value": v}, cfg=LinearConfig(schedule="recurrent"))
+    outer = jax.vmap(jax.vmap(function, in_axes=(0, None)), in_axes=(None, 0))(queries, values)
+    assert outer[0].shape == (3, 2, 1, 20, 2, 16)
+    for i in range(3):
+        for j in range(2):
+            assert_equal(jax.tree.map(lambda x, i=i, j=j: x[i, j], outer), function(queries[j], values[i]))
+
+
+def test_vmap_axis_other_than_the_first():
+    case = Case(("gk",), shape=(1, 20, 2, 1, 16, 16))
+    last = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), many(case))
+    got = jax.vmap(call, in_axes=-1, out_axes=1)(last)[0]
+    for m in range(M):
+        assert error(got[:, m], call(case.arrays(m))[0]) < 1e-6
