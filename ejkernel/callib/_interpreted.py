@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ejkernel.callib._compiled import _DTYPES
+
+# The interpreter replaces parts of triton.language while a kernel runs; several devices, or calls in flight, must take turns.
+_one_at_a_time = threading.Lock()
 
 
 class HostArray:
@@ -78,7 +82,8 @@ def run(
         results = [_buffer(x, values[source[i]] if i in source else None, i in zeroed) for i, x in enumerate(outputs)]
         hosts = [HostArray(x) if isinstance(x, np.ndarray) else x for x in [*values, *results]]
         given = {**dict(zip(names, hosts, strict=True)), **constants}
-        kernel[grid](*[given[name] for name in inspect.signature(kernel.fn).parameters])
+        with _one_at_a_time:
+            kernel[grid](*[given[name] for name in inspect.signature(kernel.fn).parameters])
         return tuple(results)
 
     arrays = [x for x in args if isinstance(x, jax.Array)]

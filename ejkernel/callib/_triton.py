@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel._varying import vary, varying_axes
+
 _target: contextvars.ContextVar[int | None] = contextvars.ContextVar("ejkernel_triton_target", default=None)
 
 
@@ -39,7 +41,7 @@ def triton_call(
     zeroed_outputs: Sequence[int] = (),
     **constants: Any,
 ) -> Any:
-    """Runs `kernel` (a `@triton.jit` function) on JAX arrays; works under `jit`, and under `vmap` one after another.
+    """Runs `kernel` (a `@triton.jit` function) on JAX arrays; works under `jit`, `shard_map` and `vmap` (one by one).
 
     The kernel's parameters are filled in their order: first `args`, then one pointer for each output, skipping those that
     `constants` gives by name (its `tl.constexpr` parameters; an optional pointer may be given there as None).
@@ -67,6 +69,8 @@ def triton_call(
     outputs, tree = jax.tree.flatten(out_shape)
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
     args = tuple(_as_argument(x) for x in args)
+    axes = varying_axes(*(x for x in args if isinstance(x, jax.Array)))  # of a shard_map around the call
+    args = tuple(vary(x, axes) if isinstance(x, jax.Array) else x for x in args)
     aliases = _checked_aliases(args, outputs, input_output_aliases or {})
     for index in zeroed_outputs:
         if not 0 <= index < len(outputs) or index in aliases.values():
@@ -84,7 +88,7 @@ def triton_call(
         results = run_compiled(
             kernel, names, args, outputs, size, constants, aliases, frozenset(zeroed_outputs), options, _target.get()
         )
-    return jax.tree.unflatten(tree, results)
+    return jax.tree.unflatten(tree, [vary(x, axes) for x in results])
 
 
 def _require_triton() -> None:

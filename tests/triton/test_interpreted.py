@@ -49,22 +49,6 @@ def small(gates=("gk",)):
     return Case(gates, shape=(2, 20, 2, 1, 16, 16), state=True)
 
 
-def test_vmap_of_gradient():
-    case, (wo, ws) = small(), small().weights()
-    many = jax.tree.map(lambda *x: jnp.stack(x), *(case.arrays(seed) for seed in range(2)))
-    cfg = LinearConfig(block_q=16)
-
-    def loss(arrays):
-        o, S = recurrent(**arrays, cfg=cfg)
-        return jnp.sum(o * wo) + jnp.sum(S * ws)
-
-    got = jax.vmap(jax.grad(loss))(many)
-    for seed in range(2):
-        want = jax.grad(loss)(case.arrays(seed))
-        for name in want:
-            assert error(got[name][seed], want[name]) < 1e-6, name
-
-
 def test_packed_lengths_may_be_traced():
     case = Case(("g",), shape=(1, 40, 2, 1, 16, 16), cu_seqlens=(0, 13, 13, 40))
     run = jax.jit(lambda arrays, cu: recurrent(**arrays, cu_seqlens=cu, cfg=LinearConfig(block_q=16)))

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from tests.triton.test_compiled import outside
+from tests.triton.processes import outside
 
 LOWER = """
 import json

@@ -12,6 +12,7 @@ from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton.recurrent import recurrent
 from tests.triton.linear_cases import Case
 from tests.triton.linear_reference import error
+from tests.triton.processes import outside
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="interpreted on the host")
 CFG = LinearConfig(block_q=16)
@@ -137,3 +138,48 @@ def test_vmap_axis_other_than_the_first():
     got = jax.vmap(call, in_axes=-1, out_axes=1)(last)[0]
     for m in range(M):
         assert error(got[:, m], call(case.arrays(m))[0]) < 1e-6
+
+
+@pytest.mark.parametrize("wrapped", ["jvp", "jit of jvp", "jvp of jit"])
+def test_forward_mode_names_the_way_out(wrapped):
+    case = Case(("g",), shape=(1, 20, 2, 1, 16, 16))
+    arrays = case.arrays()
+    run = lambda q: call({**arrays, "query": q})[0]
+    run = jax.jit(run) if wrapped == "jvp of jit" else run
+    derivative = lambda q: jax.jvp(run, (q,), (q,))
+    derivative = jax.jit(derivative) if wrapped == "jit of jvp" else derivative
+    with pytest.raises(TypeError, match=r"forward-mode differentiation .* needs platform='xla'"):
+        derivative(arrays["query"])
+
+
+def test_second_derivative_names_the_way_out():
+    arrays = Case(("g",), shape=(1, 20, 2, 1, 16, 16)).arrays()
+    loss = lambda q: jnp.sum(call({**arrays, "query": q})[0])
+    with pytest.raises(TypeError, match=r"gradient of a gradient .* needs platform='xla'"):
+        jax.grad(lambda q: jnp.sum(jax.grad(loss)(q)))(arrays["query"])
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from tests.triton.linear_cases import Case
+from tests.triton.test_transformations import call
+
+def value_and_gradient(arrays):
+    (o, S), pull = jax.vjp(call, arrays)
+    return (o, S), pull((jnp.sin(o), jnp.cos(S)))[0]
+
+case = Case(("gk", "g_gamma"), shape=(2, 20, 2, 2, 16, 16), state=True)
+assert len(jax.devices()) == 2
+arrays = case.arrays()
+want = value_and_gradient(arrays)
+mesh, by_row = Mesh(np.array(jax.devices()), ("rows",)), P("rows")
+got = jax.jit(jax.shard_map(value_and_gradient, mesh=mesh, in_specs=by_row, out_specs=by_row))(arrays)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+print("equal")
+"""
+
+
+def test_shard_map_over_two_devices():
+    options = {"TRITON_INTERPRET": "1", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    assert outside("-c", SHARDED, environment=options) == "equal\n"

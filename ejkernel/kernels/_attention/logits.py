@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from ejkernel._varying import vary, varying_axes
 from ejkernel.kernels._attention.dropout import kept
 from ejkernel.kernels._attention.problem import AttentionProblem
-from ejkernel.kernels._varying import vary, varying_axes
 
 Index = int | Array
 

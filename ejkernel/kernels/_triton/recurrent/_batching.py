@@ -1,9 +1,9 @@
 """`vmap` of a call as one larger call: the mapped axis is folded into the batch, or into the tokens of a packed call.
 
-Dense: every array is [B, ...] or, per chunk, [B * chunks, ...], so M mapped calls are one call on [M * B, ...]. Packed: tokens
-[1, T, ...] become [1, M * T, ...] and the sequences of call m begin m * T tokens later. Arrays that are not mapped are repeated.
-What is kept per chunk for the gradient of a packed call cannot be told apart afterwards (how many chunks a sequence has is
-data), so such calls run one after another.
+Dense: every array is [B, ...] or, per chunk, [B * chunks, ...], so M mapped calls are one call on [M * B, ...]. Packed:
+tokens [1, T, ...] become [1, M * T, ...] and the sequences of call m begin m * T tokens later. Arrays that are not mapped are
+repeated. What is kept per chunk for the gradient of a packed call cannot be told apart afterwards (how many chunks a sequence
+has is data), so such calls run one after another.
 """
 
 from __future__ import annotations
@@ -93,6 +93,6 @@ def _one_by_one(function: Callable[[Any], Any], mapped: Any, args: Any) -> Any:
 
     def one(rows: list[Array]) -> Any:
         given = iter(rows)
-        return function(tree.unflatten([next(given) if flag else x for flag, x in zip(flags, leaves, strict=True)]))
+        return function(jax.tree.unflatten(tree, [next(given) if flag else x for flag, x in zip(flags, leaves, strict=True)]))
 
     return jax.lax.map(one, [x for flag, x in zip(flags, leaves, strict=True) if flag])

@@ -16,6 +16,7 @@ from ejkernel.kernels._triton.recurrent import _launch
 from ejkernel.kernels._triton.recurrent._batching import foldable
 from ejkernel.kernels._triton.recurrent._launch import Call, shape, sides
 from ejkernel.kernels._triton.recurrent._plan import MAX_CHANNELS, Array, Plan
+from ejkernel.kernels._triton.recurrent._reverse_only import differentiable_once, not_differentiable
 
 DIFFERENTIABLE = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "initial_state")
 
@@ -38,7 +39,7 @@ def solve(problem: LinearProblem, cfg: LinearConfig) -> tuple[Array, Array]:
         empty = jnp.zeros((B, T, H, V), problem.output_dtype)
         return empty, jnp.zeros((problem.sequences, H, K, V), problem.state_dtype) if state is None else state
     arrays = {name: getattr(problem, name) for name in DIFFERENTIABLE if getattr(problem, name) is not None}
-    return _solve(Plan.of(problem, cfg), arrays, problem.cu_seqlens)
+    return _solve(Plan.of(problem, cfg), differentiable_once(arrays), problem.cu_seqlens)
 
 
 @jax.tree_util.register_static
@@ -58,7 +59,7 @@ def _solve_forward(plan: Plan, arrays: dict[str, Any], cu_seqlens: Any) -> Any:
     wanted = Wanted("g_gamma" in arrays and arrays["g_gamma"].perturbed)
     arrays = {name: x.value for name, x in arrays.items()}
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.value
-    output, final, saved = _forward(plan, wanted, arrays, cu_seqlens)
+    output, final, saved = _forward(plan, wanted, not_differentiable(arrays), cu_seqlens)
     return (output, final), (wanted, arrays, cu_seqlens, saved)
 
 

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from ejkernel._varying import vary, varying_axes
 from ejkernel.kernels._attention.logits import (
     Tile,
     alike_varying,
@@ -42,7 +43,6 @@ from ejkernel.kernels._attention.logits import (
     sum_dtype,
 )
 from ejkernel.kernels._attention.problem import AttentionProblem
-from ejkernel.kernels._varying import vary, varying_axes
 from ejkernel.kernels._xla.attention._visits import visits
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels._varying import vary, varying_axes
+from ejkernel._varying import vary, varying_axes
 from ejkernel.kernels._xla.recurrent import _gated_chunk, _scalar_chunk
 from ejkernel.kernels._xla.recurrent._products import Matmul
 from ejkernel.kernels._xla.recurrent._slots import Slot, Slots, put, take
