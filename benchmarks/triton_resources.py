@@ -1,7 +1,7 @@
 """Registers, shared memory and spills of every kernel that the triton platform launches, compiled for a GPU that need not
 be here (no CUDA plugin either):
 
-    python -m benchmarks.triton_resources [--capability 80 90] [--calls gk g ...] [--json]
+    python -m benchmarks.triton_resources [--capability 80 90] [--calls gk g ...] [--candidates] [--json]
 
 A table with one line for each kernel of each call (of `CALLS`; all), or with --json one object a line. Kernels are compiled
 only where Triton does not interpret them: TRITON_INTERPRET must not be set. Spills are bytes of stack frame a thread.
@@ -10,6 +10,7 @@ only where Triton does not interpret them: TRITON_INTERPRET must not be set. Spi
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -28,6 +29,7 @@ CALLS = {  # name: (gates, K, V, dtype)
     "g_gamma": (("g_gamma",), 64, 64, "bfloat16"),
     "gk": (("gk",), 128, 128, "bfloat16"),
     "gk wide": (("gk",), 256, 512, "bfloat16"),
+    "g broad": (("g",), 256, 512, "bfloat16"),
     "g wide": (("g",), 512, 320, "bfloat16"),
     "gk gv": (("gk", "gv"), 64, 96, "bfloat16"),
     "all float32": (("g", "gk", "gv", "g_gamma"), 64, 64, "float32"),
@@ -83,38 +85,59 @@ def arguments(gates: tuple[str, ...], K: int, V: int, dtype: str) -> dict[str, j
     return arrays | {n: gate[n] for n in gates} | {"initial_state": of(B, H, K, V, dtype="float32")}
 
 
-def report(capability: int, calls: list[str]) -> Iterator[dict[str, Any]]:
-    """One entry for each kernel of these calls, forward and backward; of the call "decode", a step."""
-    from ejkernel.kernels._linear import LinearConfig
-    from ejkernel.kernels._triton.recurrent import recurrent
+def report(capability: int, calls: list[str], every_candidate: bool = False) -> Iterator[dict[str, Any]]:
+    """One entry for each kernel of these calls, forward and backward; of the call "decode", a step.
 
-    def gradient(arrays: Any, **cfg: Any) -> Any:
-        loss = lambda a: sum(x.astype(jnp.float32).sum() for x in recurrent(**a, cfg=LinearConfig(**cfg)))
+    Args:
+        every_candidate: with each configuration that the tuner would try, instead of the default alone.
+    """
+    from ejkernel.kernels._linear.platform_function import recurrent_problem
+    from ejkernel.kernels._triton.recurrent import recurrent
+    from ejkernel.kernels._triton.recurrent._candidates import candidates
+
+    def forward(arrays: Any, cfg: Any) -> Any:
+        return recurrent(**arrays, cfg=cfg)
+
+    def gradient(arrays: Any, cfg: Any) -> Any:
+        loss = lambda a: sum(x.astype(jnp.float32).sum() for x in recurrent(**a, cfg=cfg))
         return jax.grad(loss)(arrays)
 
     for name in calls:
+        arrays = arguments(*CALLS.get(name, (("g", "gk", "gv", "g_gamma"), 128, 128, "bfloat16")))
         if name == "decode":
-            step = lambda arrays: recurrent(**arrays, cfg=LinearConfig(schedule="recurrent"))
-            traced = kernels_of(step, (arguments(("g", "gk", "gv", "g_gamma"), 128, 128, "bfloat16"),), capability)
-        else:
-            traced = kernels_of(gradient, (arguments(*CALLS[name]),), capability)
-        for kernel, used in dict.fromkeys((kernel, tuple(used.items())) for kernel, used in traced):
-            yield {"capability": capability, "call": name, "kernel": kernel, **dict(used)}
+            arrays = {n: x if n == "g_gamma" else jax.ShapeDtypeStruct(_step(n, x.shape), x.dtype) for n, x in arrays.items()}
+        problem = jax.eval_shape(lambda arrays: recurrent_problem(**arrays), arrays)
+        for cfg in candidates(problem)[: None if every_candidate else 1]:
+            run = functools.partial(forward if name == "decode" else gradient, cfg=cfg)
+            for kernel, used in dict.fromkeys((k, tuple(u.items())) for k, u in kernels_of(run, (arrays,), capability)):
+                yield {"capability": capability, "call": name, "kernel": kernel, **dict(used), "config": _changed(cfg)}
+
+
+def _step(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape if name == "initial_state" else (shape[0], 1, *shape[2:])
+
+
+def _changed(cfg: Any) -> str:
+    """The fields that are given."""
+    tiles = ("block_q", "block_k", "block_d", "num_warps", "num_stages")
+    return " ".join(f"{n}={getattr(cfg, n)}" for n in ("schedule", *tiles) if getattr(cfg, n) is not None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90], help="80: A100, 90: H100 and H200")
     parser.add_argument("--calls", nargs="+", default=[*CALLS, "decode"], choices=[*CALLS, "decode"], metavar="CALL")
+    parser.add_argument("--candidates", action="store_true", help="with every configuration that the tuner would try")
     parser.add_argument("--json", action="store_true", help="one object a line")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise SystemExit("TRITON_INTERPRET=1 is set, and interpreted kernels cannot be compiled.")
     if not options.json:
-        print(f"{'sm':>3} {'call':12} {'kernel':45} {'registers':>9} {'shared':>7} {'spills':>7}")
+        print(f"{'sm':>3} {'call':12} {'kernel':45} {'registers':>9} {'shared':>7} {'spills':>7}  configuration")
     for capability in options.capability:
-        for e in report(capability, options.calls):
-            line = f"{capability:3} {e['call']:12} {e['kernel']:45} {e['registers']:9} {e['shared']:7} {e['spills']:7}"
+        for e in report(capability, options.calls, options.candidates):
+            numbers = f"{e['registers']:9} {e['shared']:7} {e['spills']:7}"
+            line = f"{capability:3} {e['call']:12} {e['kernel']:45} {numbers}  {e['config']}"
             print(json.dumps(e) if options.json else line, flush=True)
 
 

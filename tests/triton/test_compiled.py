@@ -15,7 +15,7 @@ from tests.triton.spills import outdated, unexplained
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may take
 # All of benchmarks.triton_resources.CALLS and "decode", in groups that take about as long (25 s where nothing is cached).
-GROUPS = [["none", "gk", "g float16", "decode"], ["g", "g_gamma", "gk wide", "g wide"], ["gk gv", "all float32"]]
+GROUPS = [["none", "gk", "g broad", "g float16", "decode"], ["g", "g_gamma", "gk wide", "g wide"], ["gk gv", "all float32"]]
 
 
 @pytest.mark.parametrize("calls", GROUPS, ids=" and ".join)

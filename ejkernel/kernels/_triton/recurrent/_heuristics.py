@@ -11,7 +11,3 @@ MAX_STEPS = 16  # tokens up to which one launch, step by step, beats chunks
 def heuristic(problem: LinearProblem) -> LinearConfig:
     schedule: Schedule = "recurrent" if problem.shape[1] <= MAX_STEPS else "chunked"
     return LinearConfig(schedule=schedule, block_q=64, platform="triton", backend="gpu")
-
-
-def candidates(problem: LinearProblem) -> list[LinearConfig]:
-    return [heuristic(problem)]

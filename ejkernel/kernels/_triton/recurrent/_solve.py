@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
 from ejkernel.kernels._triton.recurrent import _launch
 from ejkernel.kernels._triton.recurrent._batching import foldable
+from ejkernel.kernels._triton.recurrent._candidates import refusal
 from ejkernel.kernels._triton.recurrent._launch import Call, shape, sides
 from ejkernel.kernels._triton.recurrent._plan import MAX_CHANNELS, Array, Plan
 from ejkernel.kernels._triton.recurrent._reverse_only import differentiable_once, not_differentiable
@@ -32,8 +33,10 @@ def supports(problem: LinearProblem) -> str | None:
 
 
 def solve(problem: LinearProblem, cfg: LinearConfig) -> tuple[Array, Array]:
-    """(output `[B, T, H, V]` in `problem.output_dtype`, final state `[N, H, K, V]`)."""
+    """(output `[B, T, H, V]` in `problem.output_dtype`, final state `[N, H, K, V]`). ValueError for a cfg it cannot follow."""
     B, T, H, K, V = problem.shape
+    if (reason := refusal(problem, cfg)) is not None:
+        raise ValueError(f"{reason}.")
     if T == 0 or B == 0:
         state = problem.initial_state
         empty = jnp.zeros((B, T, H, V), problem.output_dtype)

@@ -1,0 +1,166 @@
+"""Tunes the linear operations on the GPU at hand and writes the winners as the package ships them.
+
+    python -m benchmarks.tune_gpu [--rows TEXT] [--seconds 10] [--jobs 15] [--forward] [--out FILE]
+
+The calls are those of benchmarks.linear_attention_gpu and a decode step. Kernels of all candidates are compiled first, by
+`--jobs` processes into Triton's cache; then the library's tuner races the candidates, call by call, forward and backward
+together (a configuration is stored per call, whether or not it is differentiated). `--forward` races the forward alone, to see
+what that would choose; it writes only where `--out` says. Without `--out` the file is ejkernel/ops/defaults/<device>.json;
+entries of other calls in it stay. About four minutes on an H200 with 16 cores; `--rows` does it in parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.linear_attention_gpu import LENGTHS, inputs, rows
+from ejkernel.kernels._linear import LinearConfig, LinearProblem
+from ejkernel.kernels._linear.platform_function import recurrent_problem
+from ejkernel.modules import GLAttention, LightningAttention, RecurrentAttention
+from ejkernel.ops import ConfigCache, Invocation, Tuner, dumps, merge
+from ejkernel.ops.config.codec import from_fields, to_fields
+from ejkernel.ops.config.shipped import FOLDER, device_name
+from ejkernel.ops.key import device_kind
+
+Arrays = dict[str, Any]
+
+
+class TritonRecurrent(RecurrentAttention):
+    """`recurrent_attention` with the triton platform's candidates alone: the others are known to be slower at these sizes."""
+
+    def candidate_cfgs(self, inv: Invocation) -> Iterable[LinearConfig]:
+        return [cfg for cfg in super().candidate_cfgs(inv) if cfg.platform == "triton"]
+
+
+def calls() -> dict[str, Arrays]:
+    """Arguments of `recurrent_attention`, as shapes, by name."""
+    found: dict[str, Arrays] = {}
+    for shape, kind in rows():
+        arrays = jax.eval_shape(lambda shape=shape, kind=kind: inputs(shape, kind)[0])
+        if shape.startswith("packed"):
+            arrays["cu_seqlens"] = jax.ShapeDtypeStruct((len(LENGTHS) + 1,), jnp.int32)
+        found[f"{shape} {kind}"] = arrays
+    step = jax.ShapeDtypeStruct((128, 1, 16, 128), jnp.bfloat16)
+    state = jax.ShapeDtypeStruct((128, 16, 128, 128), jnp.float32)
+    found["decode gk"] = {"query": step, "key": step, "value": step, "gk": step, "initial_state": state}
+    return found
+
+
+def problem_of(arrays: Arrays) -> LinearProblem:
+    return jax.eval_shape(lambda arrays: recurrent_problem(**arrays), arrays)
+
+
+def invocations(arrays: Arrays) -> list[Invocation]:
+    """The call as `recurrent_attention` makes it, then as the operations that are special cases of it do."""
+    problem = problem_of(arrays)
+    kernels: list[Any] = [TritonRecurrent()]
+    if problem.gv is None:
+        kernels.append(GLAttention())
+    if problem.g is None and problem.gk is None and problem.gv is None and problem.g_gamma is not None:
+        kernels.append(LightningAttention())
+    return [Invocation.of(kernel, problem, platform=None) for kernel in kernels]
+
+
+def _on_cpu() -> None:
+    jax.config.update("jax_platforms", "cpu")  # the GPU belongs to the process that measures
+
+
+def compile_candidate(arrays: Arrays, cfg: LinearConfig, capability: int, forward_only: bool) -> int:
+    """Compiles what one candidate launches into Triton's cache; gives the number of kernels."""
+    from benchmarks.triton_resources import kernels_of
+    from ejkernel.kernels._triton.recurrent import recurrent
+
+    cu_seqlens = arrays.get("cu_seqlens")
+    floats = {name: x for name, x in arrays.items() if name != "cu_seqlens"}
+
+    def run(floats: Arrays, cu_seqlens: Any) -> Any:
+        function = lambda floats: recurrent(**floats, cu_seqlens=cu_seqlens, cfg=cfg)
+        if forward_only:
+            return function(floats)
+        out, pull = jax.vjp(function, floats)
+        return out, pull(out)
+
+    return len(kernels_of(run, (floats, cu_seqlens), capability))
+
+
+def compile_all(chosen: dict[str, Arrays], capability: int, jobs: int, forward_only: bool) -> None:
+    """Compiles every candidate of every call, `jobs` at a time. One that does not compile is reported here, and again by the
+    tuner, which rejects it."""
+    from ejkernel.kernels._triton.recurrent._candidates import candidates
+
+    begin, count = time.monotonic(), 0
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_on_cpu) as pool:
+        waiting = {
+            pool.submit(compile_candidate, arrays, cfg, capability, forward_only): (name, cfg)
+            for name, arrays in chosen.items()
+            for cfg in candidates(problem_of(arrays))
+        }
+        for done in as_completed(waiting):
+            if (error := done.exception()) is not None:
+                print(f"{waiting[done]}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+            else:
+                count += done.result()
+    print(f"compiled {count} kernels of {len(waiting)} candidates in {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def tune_call(arrays: Arrays, tuner: Tuner, forward_only: bool, cache: ConfigCache) -> dict[str, Any]:
+    """Races one call's candidates, stores the winner for every operation that makes the call, and gives the record."""
+    first, *others = invocations(arrays)
+    tuned = tuner.tune(first, validate_backward=not forward_only)
+    cache.put(first.key, tuned.config, tuned.record)
+    for inv in others:
+        assert inv.kernel._config_cls is not None
+        config = from_fields(inv.kernel._config_cls, to_fields(tuned.config))
+        cache.put(inv.key, config, {**tuned.record, "measured_as": first.kernel.op_id})
+    return {"config": tuned.config, **tuned.record}
+
+
+def write(file: Path, cache: ConfigCache) -> None:
+    """Adds the cache's entries to the file; of two entries for one call, the later one stays."""
+    text = dumps(cache)
+    file.write_text(merge(file.read_text(encoding="utf-8"), text) if file.exists() else text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="", help="only calls whose name contains this")
+    parser.add_argument("--seconds", type=float, default=10.0, help="the longest that one call may take, compiling excluded")
+    parser.add_argument("--jobs", type=int, default=15, help="processes that compile; 0: compile while racing")
+    parser.add_argument("--forward", action="store_true", help="race the forward alone")
+    parser.add_argument("--out", type=Path, help="where the winners go")
+    options = parser.parse_args()
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        parser.error(f"this tunes for NVIDIA GPUs; JAX has {device}")
+    chosen = {name: arrays for name, arrays in calls().items() if options.rows in name}
+    if options.jobs:
+        capability = int(device.compute_capability.replace(".", ""))
+        compile_all(chosen, capability, options.jobs, options.forward)
+    tuner, cache = Tuner(warmup=1, iters=7, max_seconds=options.seconds, candidate_seconds=options.seconds / 2), ConfigCache()
+    print("| call | heuristic ms | winner ms | gain | fields that differ |\n|---|---|---|---|---|")
+    for name, arrays in chosen.items():
+        record = tune_call(arrays, tuner, options.forward, cache)
+        differing = {n: x for n, x in to_fields(record["config"]).items() if x != record["heuristic"][n]}
+        slow, fast = record["heuristic_seconds"] * 1e3, record["seconds"] * 1e3
+        print(f"| {name} | {slow:.3f} | {fast:.3f} | {1 - fast / slow:.0%} | {differing or '-'} |", flush=True)
+        for candidate in record["candidates"]:
+            if "reason" in candidate:
+                print(f"  rejected {candidate['config']}: {candidate['reason']}", file=sys.stderr)
+    file = options.out or (None if options.forward else FOLDER / f"{device_name(device_kind(device))}.json")
+    if file is not None:
+        write(file, cache)
+        print(f"{len(list(cache.items()))} entries in {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Configurations of the triton platform: every field does something or is refused, and what the tuner is offered compiles."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton", reason="the triton platform needs Triton")
+
+import ejkernel.kernels._triton.recurrent._launch  # noqa: F401  # a module whose triton_call is replaced below
+from benchmarks.triton_resources import arguments
+from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._linear.platform_function import recurrent_problem
+from ejkernel.kernels._triton.recurrent import recurrent
+from ejkernel.kernels._triton.recurrent._candidates import MOST, candidates, refusal
+from tests.triton.processes import outside
+
+GATES = [(), ("g",), ("g_gamma",), ("gk",), ("gv",), ("gk", "gv")]
+FIELDS = {"block_q": 32, "block_k": 16, "block_d": 16, "num_warps": 8, "num_stages": 5}
+ISSUE = {  # K, V, gates of the shapes that are tuned
+    (128, 128): [(), ("g",), ("g_gamma",), ("gk",), ("gk", "gv")],
+    (64, 64): [(), ("g",), ("g_gamma",), ("gk",)],
+    (256, 512): [("g",), ("gk",)],
+}
+
+
+def problem(gates, K=128, V=128, dtype="bfloat16"):
+    return jax.eval_shape(lambda arrays: recurrent_problem(**arrays), arguments(gates, K, V, dtype))
+
+
+def launches(monkeypatch, gates, cfg):
+    """What every kernel of a call and of its gradient is launched with; nothing is compiled or run."""
+    seen: list[tuple[str, str]] = []
+
+    def note(*args, kernel, out_shape, **options):
+        seen.append((kernel.fn.__name__, str(sorted(options.items(), key=str))))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("ejkernel.kernels._triton.") and hasattr(module, "triton_call"):
+            monkeypatch.setattr(module, "triton_call", note)
+    jax.clear_caches()
+    loss = lambda arrays: sum(x.astype(jnp.float32).sum() for x in recurrent(**arrays, cfg=cfg))
+    jax.make_jaxpr(jax.grad(loss))(arguments(gates, 128, 128, "bfloat16"))
+    jax.clear_caches()
+    return seen
+
+
+@pytest.mark.parametrize("schedule", ["chunked", "recurrent"])
+@pytest.mark.parametrize("gates", GATES, ids="+".join)
+def test_every_field_has_an_effect_or_is_refused(gates, schedule, monkeypatch):
+    plain = LinearConfig(schedule=schedule)
+    usual = launches(monkeypatch, gates, plain)
+    assert usual
+    for field, value in FIELDS.items():
+        cfg = dataclasses.replace(plain, **{field: value})
+        if refusal(problem(gates), cfg) is None:
+            assert launches(monkeypatch, gates, cfg) != usual, field
+        else:
+            with pytest.raises(ValueError, match=field):
+                launches(monkeypatch, gates, cfg)
+
+
+def test_refusals():
+    arrays = {n: jnp.zeros(x.shape, x.dtype) for n, x in arguments((), 64, 64, "bfloat16").items()}
+    with pytest.raises(ValueError, match="block_q must be one of 16, 32, 64, 128 on triton; got 8"):
+        recurrent(**arrays, cfg=LinearConfig(block_q=8))
+    with pytest.raises(ValueError, match="block_k must be None for a call without gates"):
+        recurrent(**arrays, cfg=LinearConfig(block_k=32))
+
+
+@pytest.mark.parametrize(("size", "gates"), [(size, g) for size, kinds in ISSUE.items() for g in kinds], ids=str)
+def test_candidates_are_few_distinct_and_legal(size, gates):
+    call = problem(gates, *size)
+    found = candidates(call)
+    assert 4 <= len(found) <= MOST
+    assert len(set(found)) == len(found)
+    assert all(refusal(call, cfg) is None and cfg.platform == "triton" for cfg in found)
+
+
+# Those with the largest tiles; all: python -m benchmarks.triton_resources --candidates
+@pytest.mark.parametrize("call", ["gk wide", "g"])
+def test_candidates_compile(call):
+    text = outside("-m", "benchmarks.triton_resources", "--candidates", "--json", "--capability", "90", "--calls", call)
+    entries = [json.loads(line) for line in text.splitlines()]
+    assert len({e["config"] for e in entries}) >= 4
+    assert [e for e in entries if e["shared"] > 227 * 1024] == []

@@ -1,0 +1,74 @@
+"""What benchmarks.tune_gpu writes is what a GPU of that kind finds, and what is shipped can be read."""
+
+import json
+
+import jax
+import pytest
+
+pytest.importorskip("triton", reason="the triton platform needs Triton")
+
+from benchmarks import tune_gpu
+from ejkernel.kernels._linear import LinearConfig
+from ejkernel.modules import GLAttention, LightningAttention, RecurrentAttention, gla_attention, recurrent_attention
+from ejkernel.ops import ConfigCache, Tuner
+from ejkernel.ops.collecting import collecting
+from ejkernel.ops.config import shipped
+from ejkernel.ops.config.codec import from_fields
+from ejkernel.ops.config.exchange import read
+from ejkernel.ops.tuner import Tuned
+
+CLASSES = {kernel.op_id: kernel._config_cls for kernel in (RecurrentAttention, GLAttention, LightningAttention)}
+WINNER = {"block_d": 32, "platform": "triton", "backend": "gpu"}
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """The file for an H200 with a winner for two calls, and the folder that it is shipped in."""
+    config = RecurrentAttention._config_cls(**WINNER)
+    monkeypatch.setattr(Tuner, "tune", lambda self, inv, validate_backward: Tuned(config, {"time": "2026"}))
+    cache = ConfigCache()
+    for name in ("8x2048x16x128x128 gk", "packed 32768x16x128x128 g_gamma"):
+        tune_gpu.tune_call(tune_gpu.calls()[name], Tuner(), False, cache)
+    tune_gpu.write(tmp_path / "h200.json", cache)
+    tune_gpu.write(tmp_path / "h200.json", cache)  # a second run replaces, it does not repeat
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "device_kind", lambda device: "NVIDIA H200")
+    shipped._defaults.cache_clear()
+    yield tmp_path / "h200.json"
+    shipped._defaults.cache_clear()
+
+
+def found(function, arrays):
+    """The shipped fields for the one call that `function` makes."""
+    with collecting() as calls:
+        jax.eval_shape(lambda arrays: function(**arrays), arrays)
+    ((_, inv),) = calls.found.values()
+    answer = shipped.shipped_default(inv)
+    return None if answer is None else from_fields(inv.kernel._config_cls, answer[0])
+
+
+def test_an_h200_finds_what_was_written(written):
+    assert len(read(written)) == 5  # recurrent twice, gla twice, lightning once
+    arrays = tune_gpu.calls()["8x2048x16x128x128 gk"]
+    assert found(recurrent_attention, arrays) == RecurrentAttention._config_cls(**WINNER)
+    arrays["g"] = arrays.pop("gk")
+    assert found(gla_attention, arrays) == GLAttention._config_cls(**WINNER)
+    assert found(recurrent_attention, tune_gpu.calls()["8x2048x16x128x128 g"]) is None
+
+
+def test_calls_are_the_benchmarks_and_a_decode_step():
+    names = tune_gpu.calls()
+    assert len(names) == len(tune_gpu.rows()) + 1
+    assert tune_gpu.problem_of(names["decode gk"]).shape == (128, 1, 16, 128, 128)
+
+
+@pytest.mark.parametrize(
+    "file", [None, *sorted(shipped.FOLDER.glob("*.json"))], ids=lambda f: "written" if f is None else f.name
+)
+def test_every_entry_is_a_configuration(file, written):
+    entries = read(file or written)
+    assert entries
+    for key, fields, _ in entries:
+        operation = json.loads(key)["op"]
+        if operation in CLASSES:
+            assert isinstance(from_fields(CLASSES[operation], fields), LinearConfig)
