@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test lint typecheck demo test-gpu clean
+.PHONY: setup test lint typecheck demo test-gpu sanitize-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -32,6 +32,15 @@ demo: setup
 # On a machine with a GPU, with the Python that has its CUDA plugin: make test-gpu PYTHON=python3
 test-gpu:
 	$(PYTHON) -m pytest tests -m gpu
+
+# Out-of-bounds reads and writes of every Triton kernel, on a GPU. Each array is an allocation of its own, so that its end is one.
+# The first run compiles, the second is watched.
+SANITIZER ?= compute-sanitizer
+sanitize-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
+sanitize-gpu: export XLA_PYTHON_CLIENT_ALLOCATOR := platform
+sanitize-gpu:
+	$(PYTHON) -m tests.triton.sanitized
+	$(SANITIZER) --tool memcheck --error-exitcode 3 --print-limit 20 $(PYTHON) -m tests.triton.sanitized
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

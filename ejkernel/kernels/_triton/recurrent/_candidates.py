@@ -24,11 +24,12 @@ ROWS = (16, 32, 64, 128)  # legal block_q
 MOST = 12  # candidates of a call, the heuristic included
 
 _BY_HEAD: list[dict[str, Any]] = [
-    {"block_d": 32}, {"block_d": 64}, {"num_warps": 8}, {"num_warps": 8, "block_d": 64}, {"num_stages": 2},
-    {"num_stages": 2, "block_d": 32}, {"block_q": 32}, {"block_q": 32, "block_d": 32},
+    {"block_d": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2}, {"num_stages": 2, "block_d": 32},
+    {"block_q": 32}, {"block_q": 32, "block_d": 32},
 ]  # fmt: skip
+_BY_HEAD_WIDE: list[dict[str, Any]] = [{"block_d": 64}, {"num_warps": 8, "block_d": 64}]  # where the heuristic takes 32
 _PER_KEY: list[dict[str, Any]] = [
-    {"block_d": 32}, {"block_d": 64}, {"block_k": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 128}, {"num_stages": 2},
+    {"block_d": 32}, {"block_k": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2},
     {"num_stages": 2, "block_d": 32}, {"block_k": 32, "block_d": 32},
 ]  # fmt: skip
 _PER_VALUE: list[dict[str, Any]] = [
@@ -53,7 +54,7 @@ def candidates(problem: LinearProblem) -> list[LinearConfig]:
     elif problem.gk is not None:
         changes = _PER_KEY
     else:
-        changes = _BY_HEAD
+        changes = _BY_HEAD + (_BY_HEAD_WIDE if K > 128 else [])
     sizes = {"block_k": K, "block_d": V}
     fits = lambda change: all(change.get(name, 16) <= max(16, 1 << (size - 1).bit_length()) for name, size in sizes.items())
     found = [first, *(dataclasses.replace(first, **change) for change in changes if fits(change))]

@@ -1,0 +1,106 @@
+"""Every kernel of the triton platform once, at sizes that end in the middle of a tile: what `make sanitize-gpu` runs under
+compute-sanitizer.
+
+    python -m tests.triton.sanitized
+
+Arrays come from the host and only the kernels run on the GPU, so that little else is watched. Exits with an error when a
+result is not finite or a kernel was left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels import _triton
+from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._triton.recurrent import recurrent
+from tests.triton.linear_cases import Case
+
+PACKED = (0, 5, 5, 70, 130)
+BF16: dict[str, Any] = {"dtype": "bfloat16", "gate_dtype": "bfloat16", "block_q": 64, "state": True}
+CASES = [
+    Case((), shape=(1, 70, 2, 1, 40, 24), **BF16),
+    Case((), shape=(1, 2100, 1, 1, 24, 40), **BF16),  # splits the sequence
+    Case(("g",), shape=(1, 70, 2, 1, 100, 36), block_q=32, state=True),
+    Case(("g",), shape=(1, 70, 1, 1, 300, 70), **BF16),
+    Case(("g_gamma",), shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, **BF16),
+    Case(("gk",), shape=(1, 70, 2, 1, 100, 36), **BF16),
+    Case(("gk",), shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, reverse=True, **BF16),
+    Case(("gk",), shape=(1, 2100, 1, 1, 24, 40), **BF16),
+    Case(("gk",), shape=(1, 70, 1, 1, 24, 40), block_q=32, state=True),
+    Case(("gv",), shape=(1, 70, 1, 1, 24, 40), **BF16),
+    Case(("g", "gk", "gv", "g_gamma"), shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, **BF16),
+    Case(("g", "gk", "gv", "g_gamma"), shape=(3, 3, 4, 2, 40, 24), schedule="recurrent", **BF16),
+    Case(("gk",), shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, schedule="recurrent", reverse=True, **BF16),
+]
+
+
+def kernels() -> set[str]:
+    """The functions of the platform that are launched: those that ask which program of a grid they are."""
+    found = set()
+    for module in pkgutil.walk_packages(_triton.__path__, _triton.__name__ + "."):
+        for thing in vars(importlib.import_module(module.name)).values():
+            function = getattr(thing, "fn", None)
+            if function is not None and "tl.program_id(" in inspect.getsource(function):
+                found.add(name_of(thing))
+    return found
+
+
+def name_of(kernel: Any) -> str:
+    """Such as `_walk.walk`: kernels of two files may have one name."""
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__qualname__}"
+
+
+def value_and_gradient(case: Case) -> Any:
+    """Values and gradients of a case's loss."""
+    cfg = LinearConfig(schedule=case.schedule, block_q=case.block_q)
+
+    def run(arrays: dict[str, Any], cu_seqlens: Any, weights: Any) -> Any:
+        def loss(arrays: dict[str, Any]) -> Any:
+            out = recurrent(**arrays, cu_seqlens=cu_seqlens, reverse=case.reverse, cfg=cfg)
+            return sum(jnp.sum(x.astype(jnp.float32) * w) for x, w in zip(out, weights, strict=True)), out
+
+        return jax.grad(loss, has_aux=True)(arrays)
+
+    return run
+
+
+def arguments(case: Case) -> tuple[Any, Any, Any]:
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        arrays = {name: np.asarray(x) for name, x in jax.jit(case.arrays)().items()}
+    cu_seqlens = None if case.cu_seqlens is None else np.asarray(case.cu_seqlens, np.int32)
+    return arrays, cu_seqlens, case.weights()
+
+
+def main() -> None:
+    from ejkernel.callib import _compiled
+
+    begin = time.monotonic()
+    seen: set[str] = set()
+    original = _compiled.run_compiled
+
+    def noted(kernel: Any, *rest: Any) -> Any:
+        seen.add(name_of(kernel))
+        return original(kernel, *rest)
+
+    _compiled.run_compiled = noted
+    for case in CASES:
+        results = jax.tree.leaves(jax.jit(value_and_gradient(case))(*arguments(case)))
+        if not all(np.isfinite(np.asarray(x, np.float32)).all() for x in results):
+            raise SystemExit(f"{case}: not finite")
+        print(f"{case}: {time.monotonic() - begin:.1f} s", flush=True)
+    if missing := kernels() - seen:
+        raise SystemExit(f"no case runs {', '.join(sorted(missing))}")
+    print(f"{len(CASES)} cases, {len(seen)} kernels")
+
+
+if __name__ == "__main__":
+    main()
