@@ -1,7 +1,7 @@
 """Which configurations the tuner measures for a call, and which ones the kernels refuse.
 
 Candidates differ from the heuristic in one or two fields each and fit an A100's and an H100's shared memory (those of the
-benchmark's shapes are compiled in the tests). What a field does depends on the gates:
+benchmark's shapes were compiled for both, those of the per-key gate are in the tests). What a field does depends on the gates:
 
     block_q      tokens per chunk, in every kernel
     block_k      key channels per tile: the walk of the states, the gradient; not where the whole state is one tile
