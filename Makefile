@@ -3,14 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test lint typecheck demo test-gpu sanitize-gpu clean
+.PHONY: setup test lint typecheck docs demo test-gpu sanitize-gpu clean
 
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable ".[test,lint]"
+	$(BIN)/python -m pip install --quiet --editable ".[test,lint,docs,examples]"
 	# What lowers Triton calls without a GPU: 8 MB of JAX's CUDA plugin, without the CUDA libraries that it asks for.
 	$(BIN)/python -m pip install --quiet --no-deps "jax-cuda13-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')" \
 		|| echo "No CUDA plugin for this machine: the tests of lowering for GPUs will be skipped."
@@ -23,7 +23,11 @@ lint: setup
 typecheck: setup
 	$(BIN)/mypy
 
-test: lint typecheck
+# Every warning is an error (strict in mkdocs.yml). The pages lie in site/; open site/index.html.
+docs: setup
+	$(BIN)/mkdocs build --quiet
+
+test: lint typecheck docs
 	$(BIN)/python -m pytest -n 2
 
 demo: setup
@@ -43,4 +47,4 @@ sanitize-gpu:
 	$(SANITIZER) --tool memcheck --error-exitcode 3 --print-limit 20 $(PYTHON) -m tests.triton.sanitized
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
