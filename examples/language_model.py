@@ -130,8 +130,10 @@ def loss_of(model: LanguageModel, batch: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
 
-def train(model: LanguageModel, text: np.ndarray, steps: int, *, batch: int = 8, length: int = 256, seed: int = 0):
-    """Yields `(step, loss, model)` of each step of AdamW on random windows of the text."""
+def train(
+    model: LanguageModel, text: np.ndarray, steps: int, *, batch: int = 8, length: int = 256, log_every: int = 100
+) -> tuple[LanguageModel, list[float]]:
+    """The model after `steps` of AdamW on random windows of the text, and the loss before each."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, max(steps // 20, 1), steps, 2e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
     moments = optimizer.init(eqx.filter(model, eqx.is_array))
@@ -142,11 +144,14 @@ def train(model: LanguageModel, text: np.ndarray, steps: int, *, batch: int = 8,
         updates, moments = optimizer.update(gradients, moments, eqx.filter(model, eqx.is_array))
         return eqx.apply_updates(model, updates), moments, loss
 
-    rng = np.random.default_rng(seed)
+    rng, losses, begin = np.random.default_rng(0), [], time.perf_counter()
     for number in range(1, steps + 1):
         starts = rng.integers(0, len(text) - length - 1, batch)
         model, moments, loss = step(model, moments, np.stack([text[s : s + length + 1] for s in starts]))
-        yield number, loss, model
+        losses.append(float(loss))
+        if number == 1 or number % log_every == 0:
+            print(f"step {number:5}  loss {losses[-1]:.3f}  {time.perf_counter() - begin:5.0f} s", flush=True)
+    return model, losses
 
 
 def evaluate(model: LanguageModel, text: np.ndarray, length: int = 1024) -> float:
@@ -177,10 +182,7 @@ def main(steps: int) -> None:
     model = LanguageModel(len(alphabet), key=jax.random.key(0))
     size = sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
     print(f"{size:,} parameters; {len(text):,} characters to learn from, {len(kept):,} kept aside")
-    begin = time.perf_counter()
-    for number, loss, model in train(model, text, steps):  # noqa: B020 - the model after each step
-        if number == 1 or number % 100 == 0:
-            print(f"step {number:5}  loss {float(loss):.3f}  {time.perf_counter() - begin:5.0f} s", flush=True)
+    model, _ = train(model, text, steps)
     print("\nnats per character on the text kept aside")
     print(f"  bigram model  {bigram_loss(text, kept, len(alphabet)):.3f}")
     print(f"  this model    {evaluate(model, kept):.3f}")
@@ -192,5 +194,5 @@ def main(steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=500, help="training steps (500)")
+    parser.add_argument("--steps", type=int, default=600, help="training steps (600)")
     main(parser.parse_args().steps)

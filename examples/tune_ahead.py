@@ -1,7 +1,7 @@
 """Tune before the run, carry the result to where it runs.
 
-    python -m examples.tune_ahead tune tuned.json      # measures the configurations of a training step's calls; writes a file
-    python -m examples.tune_ahead run tuned.json       # takes the file up and runs the step; measuring anything would be an error
+    python -m examples.tune_ahead tune tuned.json      # measures configurations for a training step; writes the best to a file
+    python -m examples.tune_ahead run tuned.json       # takes the file up and runs the step: nothing is measured any more
 
 `ejkernel.ops.tune` traces a function on shapes alone, finds the operations that it calls (also inside `jit` and `grad`),
 measures every candidate for each, and stores the winner. `dumps` and `loads` turn results into text and back, for a machine
