@@ -25,7 +25,7 @@ typecheck: setup
 
 # Every warning is an error (strict in mkdocs.yml). The pages lie in site/; open site/index.html.
 docs: setup
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 test: lint typecheck docs
 	$(BIN)/python -m pytest -n 2

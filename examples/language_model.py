@@ -27,6 +27,7 @@ CHUNKED = GLAttentionConfig("chunked", block_q=64)  # matrix products over 64 to
 STEPWISE = GLAttentionConfig("recurrent", block_q=1)  # one token at a time: for writing
 
 
+# --8<-- [start:layer]
 class GatedLinearAttention(eqx.Module):
     """o = norm(GLA(q, k, v, g)) * silu(gate), projected back; the gates g are one log decay per key channel and token."""
 
@@ -51,6 +52,9 @@ class GatedLinearAttention(eqx.Module):
         g = jax.nn.log_sigmoid(split(each(self.decay, x)) + 3) / 4  # log decays: at first they keep 99 % a step
         o, state = gla_attention(q, k, v, g, initial_state=state, return_state=True, cfg=cfg)
         return each(self.out, rms_norm(o).reshape(x.shape) * jax.nn.silu(each(self.gate, x))), state
+
+
+# --8<-- [end:layer]
 
 
 class Block(eqx.Module):
@@ -162,6 +166,7 @@ def evaluate(model: LanguageModel, text: np.ndarray, length: int = 1024) -> floa
     return float(np.mean([loss(model, windows[i : i + 1]) for i in range(len(windows))]))
 
 
+# --8<-- [start:generate]
 def generate(model: LanguageModel, prompt: np.ndarray, count: int, *, temperature: float = 0.6, seed: int = 0) -> np.ndarray:
     """`count` characters after `prompt [B, T]`: one chunked pass over it, then step by step from the state it left."""
     logits, states = eqx.filter_jit(lambda model, tokens: model(tokens, cfg=CHUNKED))(model, prompt)
@@ -175,6 +180,9 @@ def generate(model: LanguageModel, prompt: np.ndarray, count: int, *, temperatur
     keys = jax.random.split(jax.random.key(seed), count)
     _, tokens = eqx.filter_jit(lambda carry: jax.lax.scan(step, carry, keys))((states, logits[:, -1:]))
     return np.asarray(tokens).T
+
+
+# --8<-- [end:generate]
 
 
 def main(steps: int) -> None:

@@ -72,6 +72,7 @@ def packed_documents(params: Params, tokens: jax.Array, cu_seqlens: jax.Array) -
     return total_loss(layer(params, tokens, cu_seqlens), tokens, ~is_last)
 
 
+# --8<-- [start:ways]
 def one_by_one(params: Params, texts: list[np.ndarray]) -> tuple[jax.Array, Params]:
     results = [one_document(params, text) for text in texts]
     return jax.tree.map(lambda *parts: sum(parts), *results)
@@ -85,6 +86,9 @@ def padded(params: Params, texts: list[np.ndarray]) -> tuple[jax.Array, Params]:
 def packed(params: Params, texts: list[np.ndarray]) -> tuple[jax.Array, Params]:
     cu_seqlens = np.cumsum([0, *(len(text) for text in texts)], dtype=np.int32)
     return packed_documents(params, np.concatenate(texts), cu_seqlens)
+
+
+# --8<-- [end:ways]
 
 
 def timed(function: Callable, *args) -> tuple[float, float, tuple[jax.Array, Params]]:

@@ -38,6 +38,7 @@ def shapes() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     return jax.ShapeDtypeStruct(SHAPE, jnp.float32), jax.ShapeDtypeStruct((4, SHAPE[-1], SHAPE[-1]), jnp.float32)
 
 
+# --8<-- [start:tune]
 def tune(file: Path) -> ops.Report:
     """Measures what the step calls and writes the winners to a file."""
     chosen = ops.tune(training_step, *shapes())
@@ -50,6 +51,9 @@ def run(file: Path) -> jax.Array:
     ops.loads(file.read_text(encoding="utf-8"))
     x, weights = (jax.random.normal(jax.random.key(i), s.shape) * 0.1 for i, s in enumerate(shapes()))
     return training_step(x, weights)
+
+
+# --8<-- [end:tune]
 
 
 def main(action: str, file: Path) -> None:

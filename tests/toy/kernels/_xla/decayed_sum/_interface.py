@@ -1,0 +1,29 @@
+"""`decayed_sum` on xla: inside a block one matrix product, between blocks only the last row passes on."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels._registry import Backend, Platform
+from tests.toy.kernels import registry
+from tests.toy.kernels.decayed_sum import SumConfig, SumFunction, SumProblem
+
+
+def solve(problem: SumProblem, cfg: SumConfig) -> jax.Array:
+    B, T, D = problem.x.shape
+    rows = jnp.arange(cfg.block)
+    apart = rows[:, None] - rows  # [C, C]
+    inside = jnp.where(apart >= 0, problem.decay ** jnp.maximum(apart, 0), 0.0)  # [C, C]
+    carried = problem.decay ** (rows + 1.0)  # [C]
+    blocks = jnp.pad(problem.x, ((0, 0), (0, -T % cfg.block), (0, 0))).reshape(B, -1, cfg.block, D)
+
+    def step(last: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = jnp.einsum("ts,bsd->btd", inside, x, precision="highest") + carried[:, None] * last[:, None]  # [B, C, D]
+        return y[:, -1], y
+
+    _, y = jax.lax.scan(step, jnp.zeros((B, D), problem.x.dtype), jnp.moveaxis(blocks, 1, 0))
+    return jnp.moveaxis(y, 0, 1).reshape(B, -1, D)[:, :T]
+
+
+decayed_sum = registry.register("decayed_sum", Platform.XLA, Backend.ANY)(SumFunction(solve, blocks=(16, 32, 64)))
