@@ -107,10 +107,10 @@ def step() -> Drawing:
 
 def gates() -> Drawing:
     """What each gate multiplies."""
-    d = Drawing(760, 190, "g multiplies the whole state, gk its rows, gv its columns, g_gamma the whole state by the same "
+    d = Drawing(800, 190, "g multiplies the whole state, gk its rows, gv its columns, g_gamma the whole state by the same "
                 "number at every step")  # fmt: skip
     top, full = 62, [[1.0] * 4] * 3
-    columns = (30, 220, 410, 590)
+    columns = (44, 248, 440, 628)
     rows, shades = (0.9, 0.2, 0.55), (0.85, 0.3, 0.6, 0.15)
     d.rect(columns[0] + 36, top - 34, CELL - 2, CELL - 2, "c2", 0.55)
     d.grid(columns[0], top, [[0.55 * x for x in row] for row in full], "c2")
@@ -129,7 +129,7 @@ def gates() -> Drawing:
         d.text(x + 19, top + 64, f"t<tspan class='sub'>{'' if n == 0 else f'+{n}'}</tspan>", "note")
     names = ("g  [B, T, H]", "gk  [B, T, H, K]", "gv  [B, T, H, V]", "g_gamma  [H]")
     notes = ("one number a head and step", "one a row; so is g of rank 4", "one a column", "one a head, the same at every step")
-    for x, name, note in zip((72, 262, 452, 655), names, notes, strict=True):
+    for x, name, note in zip((88, 280, 484, 690), names, notes, strict=True):
         d.text(x, top + 96, name, "code")
         d.text(x, top + 116, note, "note")
     return d

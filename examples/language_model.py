@@ -197,7 +197,7 @@ def main(steps: int) -> None:
     prompt = kept[:200]
     write = lambda numbers: "".join(alphabet[i] for i in numbers)
     print(f"\n--- {len(prompt)} characters of prompt, read by chunks; written step by step after the bar:\n")
-    print(write(prompt) + "|" + write(generate(model, prompt[None], 400)[0]))
+    print(write(prompt) + "|" + write(generate(model, prompt[None], 300)[0]))
 
 
 if __name__ == "__main__":
