@@ -122,7 +122,9 @@ def table() -> str:
 
 
 def _cell(error: float | None) -> str:
-    return "" if error is None else "NaN or inf" if np.isinf(error) else f"{error:.0e}" if error > 1e-5 else f"{error:.1e}"
+    if error is None:
+        return ""
+    return "NaN or inf" if np.isinf(error) else f"{error:.1e}".replace("e-0", "e-").replace("e+0", "e")
 
 
 if __name__ == "__main__":
