@@ -1,11 +1,13 @@
 """Gated linear attention on a GPU: the triton platform beside flash-linear-attention, in one run on one machine.
 
-    python -m benchmarks.linear_attention_gpu [--json results.json] [--ours-only] [--rows TEXT]
-    python -m benchmarks.linear_attention_gpu --prewarm 3 14               compiles a share of both sides' kernels, for speed
+    python -m benchmarks.linear_attention_gpu [--json results.json] [--ours-only] [--rows TEXT ...]
+    python -m benchmarks.linear_attention_gpu --errors                       errors of both sides against float64
+    python -m benchmarks.linear_attention_gpu --plot results.json picture.png
 
 Times are kernel times: CUPTI's durations of every kernel that a call launches, summed, over back-to-back calls, for both
 sides by the same profiler (torch's). Flash-linear-attention's tuning is cleared between shapes. Its scalar-gate backward
-refuses to run on Hopper with Triton 3.4 to 3.7.0; that guard is switched off here, as a speed mark only.
+refuses to run on Hopper with Triton 3.4 to 3.7.0; that guard is switched off here, as a speed mark only. Its tuning candidates
+are compiled on all cores and timed for 20 ms each, which is what makes a whole table possible in minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import argparse
 import gc
 import json
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -63,9 +64,9 @@ def inputs(name: str, kind: str) -> tuple[Arrays, jax.Array, np.ndarray | None]:
     return arrays, do, cu
 
 
-def ours(name: str, kind: str) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], None]]:
-    """(forward, forward + backward, wait). g_gamma is a constant of the layer, as it is for flash-linear-attention."""
-    arrays, do, cu = inputs(name, kind)
+def ours(name: str, kind: str, given: Any = None) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], None]]:
+    """(forward, forward + backward, wait) on the row's inputs or those given. g_gamma is a constant of the layer, as it is for flash-linear-attention."""
+    arrays, do, cu = given or inputs(name, kind)
     cu_seqlens = None if cu is None else jnp.asarray(cu)
     gamma = {n: arrays.pop(n) for n in ("g_gamma",) if n in arrays}
     run = lambda arrays: recurrent(**arrays, **gamma, cu_seqlens=cu_seqlens)[0]
@@ -79,7 +80,7 @@ def ours(name: str, kind: str) -> tuple[Callable[[], Any], Callable[[], Any], Ca
     return lambda: forward(arrays), lambda: both(arrays, do), jax.block_until_ready
 
 
-def theirs(name: str, kind: str) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], None]]:
+def theirs(name: str, kind: str, given: Any = None) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], None]]:
     import torch
 
     forget_tuning()
@@ -88,7 +89,7 @@ def theirs(name: str, kind: str) -> tuple[Callable[[], Any], Callable[[], Any], 
     from fla.ops.simple_gla import chunk_simple_gla
 
     chunk_o.IS_NVIDIA_HOPPER = False  # the guard: a speed mark only
-    arrays, do, cu = inputs(name, kind)
+    arrays, do, cu = given or inputs(name, kind)
     tensors = {n: torch.from_dlpack(x).clone() for n, x in arrays.items()}
     q, k, v = (tensors[n].requires_grad_() for n in ("query", "key", "value"))
     leaves = [q, k, v]
@@ -110,7 +111,34 @@ def theirs(name: str, kind: str) -> tuple[Callable[[], Any], Callable[[], Any], 
         with torch.no_grad():
             return forward()
 
-    return no_grad, lambda: torch.autograd.grad(forward(), leaves, adjoint), lambda _: torch.cuda.synchronize()
+    def both() -> Any:
+        output = forward()
+        return output.detach(), torch.autograd.grad(output, leaves, adjoint)
+
+    return no_grad, both, lambda _: torch.cuda.synchronize()
+
+
+def tune_on_all_cores() -> None:
+    """Triton's autotuners, which flash-linear-attention uses, compile their candidates in parallel and time them briefly."""
+    import concurrent.futures
+    import os
+
+    from triton.backends.nvidia.driver import CudaDriver
+    from triton.runtime import _async_compile
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    run = Autotuner.run
+    executor = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+
+    def compiled_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.cache and len(self.configs) > 1:
+            with _async_compile.AsyncCompileMode(executor, ignore_errors=True):
+                self.warmup(*args, **kwargs)
+        return run(self, *args, **kwargs)
+
+    Autotuner.run = compiled_first
+    CudaDriver.get_benchmarker = lambda self: lambda call, quantiles: do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
 
 def forget_tuning() -> None:
@@ -120,6 +148,20 @@ def forget_tuning() -> None:
     for thing in gc.get_objects():
         if isinstance(thing, Autotuner):
             thing.cache.clear()
+
+
+def flat(result: Any) -> list[np.ndarray]:
+    """The arrays of a forward+backward result, in the order output, then gradients by name; torch's or JAX's."""
+    import torch
+
+    return [
+        x.float().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x, np.float32) for x in jax.tree.leaves(result)
+    ]
+
+
+def difference(a: Any, b: Any) -> float:
+    """Relative RMS difference of two arrays."""
+    return float(np.sqrt(np.sum((a - b) ** 2) / np.sum(b**2)))
 
 
 def kernel_ms(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int = 20) -> float:
@@ -136,16 +178,6 @@ def kernel_ms(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int
         torch.cuda.synchronize()
     total = sum(e.time_range.elapsed_us() for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA)
     return total / repeats / 1e3
-
-
-def wall_ms(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int = 30) -> float:
-    """Milliseconds per call on the host's clock, calls back to back: an upper bound on the kernels' time."""
-    wait(call())
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        result = call()
-    wait(result)
-    return (time.perf_counter() - begin) / repeats * 1e3
 
 
 def floor_ms(name: str, kind: str) -> tuple[float, float]:
@@ -171,39 +203,96 @@ def decode_ms() -> tuple[float, float]:
     return kernel_ms(call, jax.block_until_ready), 2 * B * H * K * K * 4 / BANDWIDTH * 1e3
 
 
+def errors() -> None:
+    """Errors of both sides against float64 on the same bfloat16 inputs: output and every gradient."""
+    from tests.triton.linear_cases import GATES
+    from tests.triton.linear_reference import error, value_and_grads
+
+    B, T, H, K, V = SHAPES["errors"] = (1, 1024, 4, 128, 128)
+    print("| gate | strength | side | output | " + " | ".join(f"d{n}" for n in ("query", "key", "value", "gate")) + " |")
+    print("|---" * 8 + "|")
+    for kind in ("gk", "g", "none"):
+        for strength in ("mild", "strong", "near -20", "resets", "-inf") if kind != "none" else ("mild",):
+            arrays, do, _ = inputs("errors", kind)
+            gate = next((n for n in ("gk", "g") if n in arrays), None)
+            if gate:
+                noise = jax.random.normal(jax.random.key(7), arrays[gate].shape, jnp.float32)
+                arrays[gate] = GATES[strength](noise).astype(arrays[gate].dtype)
+            (want_output, _), want_grads = value_and_grads(arrays, (do, jnp.zeros((B, H, K, V))), K**-0.5)
+            names = [n for n in ("query", "key", "value", "gk", "g") if n in arrays]
+            for label, make in (("ours", ours), ("fla", theirs)):
+                _, both, wait = make("errors", kind, (arrays, do, None))
+                result = both()
+                wait(result)
+                output, grads = flat(result[0])[0], flat([result[1][0][n] for n in names] if label == "ours" else result[1])
+                found = [error(output, want_output), *(error(x, want_grads[n]) for x, n in zip(grads, names, strict=True))]
+                print(f"| {kind} | {strength} | {label} | " + " | ".join(f"{e:.1e}" for e in found) + " |", flush=True)
+
+
+def plot(source: str, target: str) -> None:
+    """The table as a picture: times over the floor that the bytes set, ours and flash-linear-attention's."""
+    import matplotlib.pyplot as plt
+
+    with open(source) as file:
+        rows = json.load(file)["rows"]
+    labels = [f"{row['shape']}  {row['gate']}" for row in rows]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 0.32 * len(rows) + 1.6), sharey=True, layout="constrained")
+    for axis, index, title in zip(axes, (0, 1), ("forward", "forward + backward"), strict=True):
+        for side, colour, offset in (("fla", "0.65", 0.18), ("ours", "tab:blue", -0.18)):
+            times = [row[side][index] / row["floor"][index] for row in rows]
+            name = "flash-linear-attention" if side == "fla" else "ejkernel"
+            axis.barh([i + offset for i in range(len(rows))], times, height=0.36, color=colour, label=name)
+        axis.axvline(1, color="tab:red", linewidth=1)
+        axis.set_xlabel("times the byte floor (1 = as fast as memory allows)")
+        axis.set_title(title)
+        axis.grid(axis="x", alpha=0.3)
+    axes[0].set_yticks(range(len(rows)), labels)
+    axes[0].invert_yaxis()
+    axes[1].legend(loc="lower right")
+    figure.savefig(target, dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="where the numbers go")
     parser.add_argument(
         "--ours-only", action="store_true", help="leave the other library out (its tuning takes a minute a row)"
     )
-    parser.add_argument("--rows", default="", help="only rows whose shape or gate contains this")
-    parser.add_argument("--prewarm", nargs=2, type=int, metavar=("SHARE", "SHARES"))
+    parser.add_argument("--rows", nargs="*", default=[""], help="only rows whose shape or gate contains one of these")
+    parser.add_argument("--errors", action="store_true", help="errors against float64 instead of times")
+    parser.add_argument("--plot", nargs=2, metavar=("RESULTS", "PICTURE"), help="draw a picture of earlier results")
     options = parser.parse_args()
+    if options.plot:
+        return plot(*options.plot)
     sides: list[tuple[str, Any]] = [("ours", ours)] if options.ours_only else [("ours", ours), ("fla", theirs)]
-    chosen = [row for row in rows() if options.rows in " ".join(row)]
-    if options.prewarm:
-        share, shares = options.prewarm
-        for row, (_, make) in [(r, s) for r in chosen for s in sides][share::shares]:
-            _, both, wait = make(*row)
-            wait(both())
-        return
+    if not options.ours_only:
+        tune_on_all_cores()
+    if options.errors:
+        return errors()
+    chosen = [row for row in rows() if any(text in " ".join(row) for text in options.rows)]
     results: list[dict[str, Any]] = []
-    print("| shape | gate | ours fwd | fla fwd | ratio | ours fwd+bwd | fla fwd+bwd | ratio | floors | ours back to back |")
+    print("| shape | gate | ours fwd | fla fwd | ratio | ours fwd+bwd | fla fwd+bwd | ratio | floors | largest difference |")
     print("|---" * 10 + "|")
     for name, kind in chosen:
         row: dict[str, Any] = {"shape": name, "gate": kind, "floor": floor_ms(name, kind), "fla": (float("nan"), float("nan"))}
+        found = {}
         for label, make in sides:
             try:
                 forward, both, wait = make(name, kind)
                 row[label] = (kernel_ms(forward, wait), kernel_ms(both, wait))
-                row[label + " back to back"] = (wall_ms(forward, wait), wall_ms(both, wait))
+                output, grads = both()
+                wait(grads)
+                names = [n for n in ("query", "key", "value", "g", "gk", "gv") if label == "ours" and n in grads[0]]
+                found[label] = flat([output, *([grads[0][n] for n in names] if names else grads)])
             except Exception as error:  # a side that cannot run a row must not take the table with it
                 print(f"{label} {name} {kind}: {type(error).__name__}: {error}", file=sys.stderr)
                 row[label] = (float("nan"), float("nan"))
+        if len(found) == 2:
+            row["difference"] = max(difference(x, y) for x, y in zip(found["ours"], found["fla"], strict=True))
         results.append(row)
-        (a, b), (c, d), (f, g), (x, y) = row["ours"], row["fla"], row["floor"], row.get("ours back to back", (0.0, 0.0))
-        times = f"{a:.3f} | {c:.3f} | {a / c:.2f} | {b:.3f} | {d:.3f} | {b / d:.2f} | {f:.3f}, {g:.3f} | {x:.3f}, {y:.3f}"
+        (a, b), (c, d), (f, g) = row["ours"], row["fla"], row["floor"]
+        apart = f"{row['difference']:.1e}" if "difference" in row else "-"
+        times = f"{a:.3f} | {c:.3f} | {a / c:.2f} | {b:.3f} | {d:.3f} | {b / d:.2f} | {f:.3f}, {g:.3f} | {apart}"
         print(f"| {name} | {kind} | {times} |", flush=True)
         gc.collect()
     step, floor = decode_ms()

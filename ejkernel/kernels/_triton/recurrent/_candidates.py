@@ -29,8 +29,7 @@ _BY_HEAD: list[dict[str, Any]] = [
 ]  # fmt: skip
 _BY_HEAD_WIDE: list[dict[str, Any]] = [{"block_d": 64}, {"num_warps": 8, "block_d": 64}]  # where the heuristic takes 32
 _PER_KEY: list[dict[str, Any]] = [
-    {"block_d": 32}, {"block_k": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2},
-    {"num_stages": 2, "block_d": 32}, {"block_k": 32, "block_d": 32},
+    {"block_d": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2}, {"num_stages": 2, "block_d": 32},
 ]  # fmt: skip
 _PER_VALUE: list[dict[str, Any]] = [
     {"block_d": 32}, {"block_k": 32}, {"block_k": 32, "block_d": 32}, {"num_warps": 8}, {"block_q": 32},

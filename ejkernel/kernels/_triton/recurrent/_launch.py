@@ -1,4 +1,4 @@
-"""Each kernel's launch: its grid, its tiles, its constants."""
+"""Each kernel's launch: its grid, its tiles, its constants. Those of `_key` and `_side` are in `_launch_key`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import triton.language as tl
 
-from ejkernel.callib import cdiv, is_interpreted, triton_call
-from ejkernel.kernels._triton.recurrent import _gated, _key, _scalar, _side, _step, _walk
+from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._triton.recurrent import _gated, _scalar, _step, _walk
 from ejkernel.kernels._triton.recurrent._plan import Array, Plan, Segments, Slots, gate_pieces, tile
 
 OPERANDS = {"bfloat16": tl.bfloat16, "float32": tl.float32}
@@ -22,7 +22,7 @@ def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def _absent(names: Iterable[str]) -> dict[str, Any]:
+def absent(names: Iterable[str]) -> dict[str, Any]:
     """Parameters that a kernel is compiled without."""
     return dict.fromkeys(names)
 
@@ -105,13 +105,13 @@ def segment_ends(
     _, _, H, K, V = call.dims
     G = segments.count
     out = [shape((G, H, K, V), np.float32), shape((G, H, K), np.float32)]
-    absent: dict[str, Any] = {"states": None}
+    missing: dict[str, Any] = {"states": None}
     if call.get("gv") is None:
-        absent["decay_b"] = None
+        missing["decay_b"] = None
     else:
         out.append(shape((G, H, V), np.float32))
     gates = (call.get(name) for name in ("gk", "gv", "g", "g_gamma"))
-    results = triton_call(a, b, *gates, None, None, None, None, *sizes, out_shape=out, **absent, **constants)
+    results = triton_call(a, b, *gates, None, None, None, None, *sizes, out_shape=out, **missing, **constants)
     return tuple(results) if len(results) == 3 else (*results, None)
 
 
@@ -153,7 +153,7 @@ def scalar_pass(
         HK=heads(k), HV=heads(v), K=K, V=V, BK=BK, BV=BV, STRIDE_K=1 if transposed else V, STRIDE_V=K if transposed else 1,
         DECAYS=V if transposed else K, ADJOINT=adjoint, EXACT=plan.exact, STAGES=plan.num_stages or scalar_stages(call, BK),
         num_warps=plan.num_warps or 4, out_shape=list(out.values()),
-        **_absent(name for name in ("final", "states") if name not in out), **call.constants(),
+        **absent(name for name in ("final", "states") if name not in out), **call.constants(),
     )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def scalar_backward(
         q, k, v, g, gamma, do, starts, ends, slots.table, plan.scale, T, slots.per_sequence, kernel=_scalar.backward,
         grid=(slots.count, H), HK=heads(k), K=K, V=V, BK=BK, BV=BV, EXACT=plan.exact,
         num_warps=plan.num_warps or 4, num_stages=plan.num_stages or 3, out_shape=list(out.values()),
-        **_absent(n for n in ("dv", "dg") if n not in out), **call.constants(),
+        **absent(n for n in ("dv", "dg") if n not in out), **call.constants(),
     )  # fmt: skip
     found = dict(zip(out, results, strict=True))
     return found["dq"], found["dk"], found.get("dv"), found.get("dg")
@@ -317,9 +317,9 @@ def one_side(
         grid=(cdiv(D, BD * tiles) * slots.count, H), out_shape=[out[n] for n in ("dx", "dy", "dg") if n in out],
     )  # fmt: skip
     if own.gate is None:
-        absent: dict[str, Any] = {n: None for n in ("dx", "dy") if n not in out}
+        missing = absent(n for n in ("dx", "dy") if n not in out)
         return triton_call(
-            x, own.y, other.x, other.y, other.gate, other_pairs, *tail, *sizes, kernel=_gated.plain_side, **absent, **constants
+            x, own.y, other.x, other.y, other.gate, other_pairs, *tail, *sizes, kernel=_gated.plain_side, **missing, **constants
         )
     parts = 2 if plan.C == 64 else 1  # tiles of 64 rows do not fit the registers
     C = plan.C // parts
@@ -327,100 +327,7 @@ def one_side(
     return triton_call(
         x, own.y, own.gate, other.x, other.y, other.gate, other_pairs, *tail, *sizes,
         kernel=_gated.gated_side, HG=heads(own.gate), FOLD=own.fold, LEVELS=C.bit_length() - 1, STAGES=plan.num_stages or 1,
-        **_absent(n for n in ("dx", "dy", "dg") if n not in out), **constants,
-    )  # fmt: skip
-
-
-def key_backward(
-    call: Call, do: Array, totals: Array, starts: Array, ends: Array, out: dict[str, jax.ShapeDtypeStruct]
-) -> list[Array]:
-    """dq, dk and the gradient of the key gate where `key_forward_fits`; totals: from `key_forward`."""
-    plan, (_, T, H, K, V), slots = call.plan, call.dims, call.slots
-    q, k, v, gk = (call.arrays[name] for name in ("query", "key", "value", "gk"))
-    common: dict[str, Any] = {"H": H, "SIGN": plan.sign, "EVEN": slots.even, "PREC": plan.precision, "num_stages": 1}
-    M, near = triton_call(
-        do, v, slots.table, plan.scale, T, slots.per_sequence, kernel=_side.pairs_of_plain, grid=(slots.count, H), HX=H,
-        HY=heads(v), D=V, BD=tile(V, 128), num_warps=4,
-        out_shape=[shape((slots.count, H, 64, 64), plan.operand), shape((slots.count, H, 8, 8, 8), np.float32)], **common,
-    )  # fmt: skip
-    BD = plan.block_k or 32
-    return triton_call(
-        q, k, gk, call.get("g"), call.get("g_gamma"), M, near, totals, do, v, starts, ends, slots.table, plan.scale, T,
-        slots.per_sequence,
-        kernel=_side.side, grid=(cdiv(K, BD) * slots.count, H), HX=H, HY=heads(k), HG=heads(gk), HGS=heads(call.get("g")),
-        HX2=H, HY2=heads(v), D=K, D2=V, BD=BD, B2=tile(V, 128), STRIDE=V, STRIDE2=1,
-        APPROXIMATE=not is_interpreted(_side.side), STAGES=1 if V <= 128 else 2,
-        STATES_FIRST=V > 128, num_warps=8, maxnreg=128,
-        out_shape=[out[n] for n in ("dx", "dy", "dg")], **common,
-    )  # fmt: skip
-
-
-def key_forward_fits(call: Call) -> bool:
-    """Whether `_key` can do a call: a gate per key channel alone, bfloat16 products, chunks of 64 rows."""
-    only_key = call.get("gk") is not None and call.get("gv") is None
-    return only_key and call.plan.operand == jnp.bfloat16 and call.plan.C == 64 and fits_registers(call, call.dims[3])
-
-
-def key_forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Array]]:
-    """(output, final state, what the gradient starts from if kept: states before every slot, pairs, decays of blocks)."""
-    plan, (B, T, H, K, V), slots = call.plan, call.dims, call.slots
-    q, k, v = (call.arrays[name] for name in ("query", "key", "value"))
-    gk, begin, C, count = call.arrays["gk"], call.get("initial_state"), plan.C, slots.count
-    KP = max(32, tile(K, 512))
-    common: dict[str, Any] = {"H": H, "SIGN": plan.sign, "EVEN": slots.even, "K": K, "KP": KP}
-    A, qd, kd, tot, *totals = triton_call(
-        q, k, gk, call.get("g"), call.get("g_gamma"), slots.table, plan.scale, T, slots.per_sequence, kernel=_key.prepare,
-        grid=(count, H), HK=heads(k), HG=heads(gk), HGS=heads(call.get("g")), BK=min(KP, 128),
-        APPROXIMATE=not is_interpreted(_key.prepare), num_warps=4, num_stages=1, maxnreg=160 if KP == 64 else None,
-        out_shape=[
-            shape((count, H, C, C), plan.operand),
-            shape((count, H, C, KP), plan.operand),
-            shape((count, H, C, KP), plan.operand),
-            shape((count, H, KP), np.float32),
-            *([shape((count, H, 8, K), np.float32)] if keep else []),
-        ],
-        **_absent([] if keep else ["totals"]), **common,
-    )  # fmt: skip
-    o, final, *states = _walk_prepared(call, qd, kd, tot, A, v, begin, keep=keep)
-    return o, final, {"states": states[0], "pairs": A, "totals": totals[0], "qd": qd, "tot": tot} if keep else {}
-
-
-def key_adjoint(call: Call, do: Array, qd: Array, tot: Array, dfinal: Array | None) -> tuple[Array, Array]:
-    """(adjoint after every slot, gradient of the initial state) from what `key_forward` has kept."""
-    final, states = _walk_prepared(call, None, qd, tot, None, do, dfinal, keep=True)
-    return states, final
-
-
-def _walk_prepared(
-    call: Call, qd: Array | None, kd: Array, tot: Array, A: Array | None, v: Array, begin: Array | None, *, keep: bool
-) -> list[Array]:
-    """`_key.outputs`: [output if qd is given, else the walk is adjoint; state at the end; states if kept]."""
-    plan, (B, T, H, K, V), slots = call.plan, call.dims, call.slots
-    adjoint = qd is None
-    BV = plan.block_d or tile(V, 64)
-    tiles = cdiv(V, BV)
-    KP = kd.shape[3]
-    segments = Segments.of(slots, call.sequences, call.sequences * H * tiles)
-    sizes = (slots.table, segments.table, T, slots.per_sequence, segments.per_sequence, segments.chunks)
-    common: dict[str, Any] = {
-        "H": H, "SIGN": plan.sign, "EVEN": slots.even, "K": K, "KP": KP, "HV": heads(v), "V": V, "BV": BV, "ADJOINT": adjoint,
-        "STAGES": plan.num_stages or (3 if KP <= 128 else 1), "num_warps": plan.num_warps or 4, "kernel": _key.outputs,
-        "grid": (tiles * segments.count, H),
-    }  # fmt: skip
-    ends = decay = None
-    if segments.split:
-        G = segments.count
-        ends, decay = triton_call(
-            qd, kd, tot, A, v, None, None, None, *sizes, o=None, states=None,
-            out_shape=[shape((G, H, K, V), np.float32), shape((G, H, K), np.float32)], **common,
-        )  # fmt: skip
-    out = {} if adjoint else {"o": shape((B, T, H, V), plan.output)}
-    out["final"] = shape((call.sequences, H, K, V), np.float32)
-    if keep:
-        out["states"] = shape((slots.count, H, K, V), plan.operand)
-    return triton_call(
-        qd, kd, tot, A, v, begin, ends, decay, *sizes, decay=None, out_shape=list(out.values()),
-        **_absent(n for n in ("o", "states") if n not in out), **common,
+        **absent(n for n in ("dx", "dy", "dg") if n not in out), **constants,
     )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ the three levels above (8, 16 and 32 rows) and the states are products on the te
 Tile row r is chunk row (r % 8) * 8 + r // 8: with eight warps, warp w has block w.
 """
 
+# mypy: disable-error-code="assignment,var-annotated,misc"
+# ruff: noqa: RUF005  (Triton knows tuples and their sums, but not iterable unpacking; their length changes on the way)
 from __future__ import annotations
 
 import triton
@@ -198,8 +200,10 @@ def side(
     STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr, APPROXIMATE: tl.constexpr,
     STAGES: tl.constexpr, STATES_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BD own channels * slots, heads). M [slots, H, 64, 64]: the opposite pairs, symmetric, in tile order; near: those
-    inside blocks of 8 rows (`pairs_of_plain`). totals [slots, H, 8, D]: each block's decay.
+    """Grid (tiles of BD own channels * slots, heads).
+
+    M [slots, H, 64, 64]: the opposite pairs, symmetric, in tile order; near: those inside blocks of 8 rows (`pairs_of_plain`).
+    totals [slots, H, 8, D]: each block's decay.
 
     starts, ends [slots, H, K, V]: state before, adjoint after each slot; STRIDE and STRIDE2 are the own and the opposite
     channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the pairs, which costs

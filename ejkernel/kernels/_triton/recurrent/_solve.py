@@ -12,7 +12,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
-from ejkernel.kernels._triton.recurrent import _launch
+from ejkernel.kernels._triton.recurrent import _launch, _launch_key
 from ejkernel.kernels._triton.recurrent._batching import foldable
 from ejkernel.kernels._triton.recurrent._candidates import refusal
 from ejkernel.kernels._triton.recurrent._launch import Call, shape, sides
@@ -109,8 +109,8 @@ def _launch_forward(
         keep = wanted is not None and not _by_passes(call, wanted)
         output, final, states = _launch.scalar_forward(call, keep)
         return output, final, {"states": states} if keep else {}
-    if _launch.key_forward_fits(call):
-        return _launch.key_forward(call, wanted is not None)
+    if _launch_key.fits(call):
+        return _launch_key.forward(call, wanted is not None)
     starts, final = _launch.walk(call, arrays["key"], arrays["value"], call.get("initial_state"))
     key, value = sides(call, None)
     key_pairs = _launch.gated_pairs(call, key)
@@ -148,12 +148,10 @@ def _launch_backward(
         grads["query"], grads["key"], _, dlog = _launch.scalar_backward(call, doutput, starts, ends, of_value=False)
     elif call.gated_by_head:
         ends, grads["initial_state"] = _launch.walk(call, q, doutput, dfinal, adjoint=True)
-        grads["query"], grads["key"], grads["value"], dlog = _launch.scalar_backward(
-            call, doutput, starts, ends, of_value=True
-        )
+        grads["query"], grads["key"], grads["value"], dlog = _launch.scalar_backward(call, doutput, starts, ends, of_value=True)
     else:
         if "qd" in saved:
-            ends, grads["initial_state"] = _launch.key_adjoint(call, doutput, saved["qd"], saved["tot"], dfinal)
+            ends, grads["initial_state"] = _launch_key.adjoint(call, doutput, saved["qd"], saved["tot"], dfinal)
         else:
             ends, grads["initial_state"] = _launch.walk(call, q, doutput, dfinal, adjoint=True)
         dlog = _gated_backward(call, doutput, saved, starts, ends, grads)
@@ -183,8 +181,8 @@ def _gated_backward(
     q = call.arrays["query"]
     out = {"dx": shape(q.shape, q.dtype), "dy": shape((B, T, H, K), _launch.per_head_dtype(call, key.y))}
     out |= gate("gk", K, on_key)
-    if _launch.key_forward_fits(call):
-        grads["query"], grads["key"], *dgk = _launch.key_backward(call, do, saved["totals"], starts, ends, out)
+    if _launch_key.fits(call):
+        grads["query"], grads["key"], *dgk = _launch_key.backward(call, do, saved["totals"], starts, ends, out)
     else:
         value_pairs = _launch.gated_pairs(call, value)
         grads["query"], grads["key"], *dgk = _launch.one_side(call, key, value, value_pairs, starts, ends, out)
