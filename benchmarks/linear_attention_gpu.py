@@ -263,12 +263,14 @@ def main() -> None:
     parser.add_argument("--plot", nargs=2, metavar=("RESULTS", "PICTURE"), help="draw a picture of earlier results")
     options = parser.parse_args()
     if options.plot:
-        return plot(*options.plot)
+        plot(*options.plot)
+        return
     sides: list[tuple[str, Any]] = [("ours", ours)] if options.ours_only else [("ours", ours), ("fla", theirs)]
     if not options.ours_only:
         tune_on_all_cores()
     if options.errors:
-        return errors()
+        errors()
+        return
     chosen = [row for row in rows() if any(text in " ".join(row) for text in options.rows)]
     results: list[dict[str, Any]] = []
     print("| shape | gate | ours fwd | fla fwd | ratio | ours fwd+bwd | fla fwd+bwd | ratio | floors | largest difference |")
