@@ -208,7 +208,8 @@ def errors() -> None:
     from tests.triton.linear_cases import GATES
     from tests.triton.linear_reference import error, value_and_grads
 
-    B, T, H, K, V = SHAPES["errors"] = (1, 1024, 4, 128, 128)
+    SHAPES["errors"] = (1, 1024, 4, 128, 128)
+    B, _, H, K, V = SHAPES["errors"]
     print("| gate | strength | side | output | " + " | ".join(f"d{n}" for n in ("query", "key", "value", "gate")) + " |")
     print("|---" * 8 + "|")
     for kind in ("gk", "g", "none"):
