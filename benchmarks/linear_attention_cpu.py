@@ -14,9 +14,10 @@ import platform
 import jax
 import jax.numpy as jnp
 
-from benchmarks.hand_written import decode_step, scan_attention
-from benchmarks.timing import best_times
 from ejkernel.modules import recurrent_attention
+from ejkernel.testing.hand_written import decode_step, scan_attention
+from ejkernel.testing.shapes import Shape
+from ejkernel.testing.timing import best_times, directed
 
 GATES = {"no gate": (), "scalar": ("g",), "per key": ("gk",), "per value": ("gv",), "key and value": ("gk", "gv")}
 ROWS = [
@@ -27,39 +28,16 @@ ROWS = [
 QUICK = [(64, 1024, ("forward", "forward+backward"), ("no gate", "scalar", "per key", "key and value"))]
 
 
-def inputs(tokens: int, channels: int, gates: tuple[str, ...], batch: int = 2, heads: int = 4) -> dict[str, jax.Array]:
-    """Normal q, k, v and mild gates."""
-    normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
-    arrays = {name: normal(i, batch, tokens, heads, channels) for i, name in enumerate(("query", "key", "value"))}
-    for i, gate in enumerate(gates):
-        shape = (batch, tokens, heads) if gate == "g" else (batch, tokens, heads, channels)
-        arrays[gate] = jax.nn.log_sigmoid(normal(9 + i, *shape)) / 16
-    return arrays
-
-
-def directions(function, direction: str):
-    """The function of (arrays, cotangent) that is timed."""
-    if direction == "forward":
-        return lambda arrays, cotangent: function(**arrays)
-
-    def both(arrays, cotangent):
-        output, pull = jax.vjp(lambda arrays: function(**arrays), arrays)
-        return output, pull(cotangent)
-
-    return both
-
-
 def measure(channels: int, tokens: int, direction: str, kind: str, seconds: float = 3.0) -> tuple[float, float]:
     """(seconds of ours, seconds of the scan)."""
-    arrays = inputs(tokens, channels, GATES[kind])
-    cotangent = jax.random.normal(jax.random.key(5), arrays["value"].shape)
+    shape = Shape(2, tokens, 4, channels, channels, GATES[kind])
     times = best_times(
         {
-            "ours": directions(recurrent_attention, direction),
-            "scan": directions(lambda **a: scan_attention(**a)[0], direction),
+            "ours": directed(recurrent_attention, direction),
+            "scan": directed(lambda **a: scan_attention(**a)[0], direction),
         },
-        arrays,
-        cotangent,
+        shape.arrays(),
+        shape.cotangent(),
         seconds=seconds,
     )
     return times["ours"], times["scan"]
@@ -71,18 +49,17 @@ def per_token() -> list[tuple[str, str, float]]:
     for kind in ("scalar", "per key"):
         times = {}
         for tokens in (2048, 65536):
-            arrays = inputs(tokens, 64, GATES[kind], batch=1)
+            arrays = Shape(1, tokens, 4, 64, 64, GATES[kind]).arrays()
             times[tokens] = best_times({"t": lambda a: recurrent_attention(**a)}, arrays, seconds=2)["t"] / tokens
         found.append((f"time per token at T=65536 over T=2048, {kind}", "<= 1.3", times[65536] / times[2048]))
-        arrays = inputs(8192, 64, GATES[kind], batch=1)
-        cotangent = jax.random.normal(jax.random.key(5), arrays["value"].shape)
+        shape = Shape(1, 8192, 4, 64, 64, GATES[kind])
         offsets = jnp.array([0, 100, 100, 1700, 1701, 3000, 5500, 5900, 8192], jnp.int32)
         for direction in ("forward", "forward+backward"):
-            dense = directions(recurrent_attention, direction)
-            packed = directions(lambda **a: recurrent_attention(**a, cu_seqlens=offsets), direction)  # noqa: B023
-            times = best_times({"dense": dense, "packed": packed}, arrays, cotangent)
+            dense = directed(recurrent_attention, direction)
+            packed = directed(lambda **a: recurrent_attention(**a, cu_seqlens=offsets), direction)  # noqa: B023
+            times = best_times({"dense": dense, "packed": packed}, shape.arrays(), shape.cotangent())
             found.append((f"8 packed sequences over dense, {direction}, {kind}", "<= 1.5", times["packed"] / times["dense"]))
-    arrays = inputs(1, 64, ("gk",))
+    arrays = Shape(2, 1, 4, 64, 64, ("gk",)).arrays()
     state = jnp.ones((2, 4, 64, 64))
     ours = lambda state, query, key, value, gk: recurrent_attention(
         query, key, value, gk=gk, initial_state=state, return_state=True, softmax_scale=64**-0.5

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._triton.recurrent import recurrent
+from ejkernel.testing.flash_linear import FlashLinear, forget_tuning, tune_on_all_cores
 
 Arrays = dict[str, jax.Array]
 BANDWIDTH = 4.3e12  # bytes a second, a device-to-device copy on an H200
@@ -65,7 +66,10 @@ def inputs(name: str, kind: str) -> tuple[Arrays, jax.Array, np.ndarray | None]:
 
 
 def ours(name: str, kind: str, given: Any = None) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], None]]:
-    """(forward, forward + backward, wait) on the row's inputs or those given. g_gamma is a constant of the layer, as it is for flash-linear-attention."""
+    """(forward, forward + backward, wait) on the row's inputs or those given.
+
+    g_gamma is a constant of the layer, as it is for flash-linear-attention.
+    """
     arrays, do, cu = given or inputs(name, kind)
     cu_seqlens = None if cu is None else jnp.asarray(cu)
     gamma = {n: arrays.pop(n) for n in ("g_gamma",) if n in arrays}
@@ -75,88 +79,22 @@ def ours(name: str, kind: str, given: Any = None) -> tuple[Callable[[], Any], Ca
     @jax.jit
     def both(arrays: Arrays, do: jax.Array) -> Any:
         out, pull = jax.vjp(run, arrays)
-        return out, pull(do)
+        return out, pull(do)[0]
 
     return lambda: forward(arrays), lambda: both(arrays, do), jax.block_until_ready
 
 
 def theirs(name: str, kind: str, given: Any = None) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], None]]:
-    import torch
-
     forget_tuning()
-    import fla.ops.common.chunk_o as chunk_o
-    from fla.ops.gla import chunk_gla, fused_recurrent_gla
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    chunk_o.IS_NVIDIA_HOPPER = False  # the guard: a speed mark only
-    arrays, do, cu = given or inputs(name, kind)
-    tensors = {n: torch.from_dlpack(x).clone() for n, x in arrays.items()}
-    q, k, v = (tensors[n].requires_grad_() for n in ("query", "key", "value"))
-    leaves = [q, k, v]
-    packed = {} if cu is None else {"cu_seqlens": torch.tensor(cu, device="cuda", dtype=torch.long)}
-    if kind == "gk+gv":
-        leaves += [tensors["gk"].requires_grad_(), tensors["gv"].requires_grad_()]
-        forward = lambda: fused_recurrent_gla(q, k, v, gk=leaves[3], gv=leaves[4], **packed)[0]
-    elif kind == "gk":
-        leaves.append(tensors["gk"].requires_grad_())
-        forward = lambda: chunk_gla(q, k, v, leaves[3], **packed)[0]
-    else:
-        if kind == "g":
-            leaves.append(tensors["g"].requires_grad_())
-        gate = {"g": leaves[3]} if kind == "g" else {"g_gamma": tensors["g_gamma"]} if kind == "g_gamma" else {}
-        forward = lambda: chunk_simple_gla(q, k, v, **gate, **packed)[0]
-    adjoint = torch.from_dlpack(do).clone()
-
-    def no_grad() -> Any:
-        with torch.no_grad():
-            return forward()
-
-    def both() -> Any:
-        output = forward()
-        return output.detach(), torch.autograd.grad(output, leaves, adjoint)
-
-    return no_grad, both, lambda _: torch.cuda.synchronize()
+    call = FlashLinear(*(given or inputs(name, kind)), skip_guard=True)
+    return call.forward, call.both, call.wait
 
 
-def tune_on_all_cores() -> None:
-    """Triton's autotuners, which flash-linear-attention uses, compile their candidates in parallel and time them briefly."""
-    import concurrent.futures
-    import os
-
-    from triton.backends.nvidia.driver import CudaDriver
-    from triton.runtime import _async_compile
-    from triton.runtime.autotuner import Autotuner
-    from triton.testing import do_bench
-
-    run = Autotuner.run
-    executor = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-
-    def compiled_first(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.cache and len(self.configs) > 1:
-            with _async_compile.AsyncCompileMode(executor, ignore_errors=True):
-                self.warmup(*args, **kwargs)
-        return run(self, *args, **kwargs)
-
-    Autotuner.run = compiled_first
-    CudaDriver.get_benchmarker = lambda self: lambda call, quantiles: do_bench(call, warmup=5, rep=20, quantiles=quantiles)
-
-
-def forget_tuning() -> None:
-    """Clears what every Triton autotuner in the process has learnt."""
-    from triton.runtime.autotuner import Autotuner
-
-    for thing in gc.get_objects():
-        if isinstance(thing, Autotuner):
-            thing.cache.clear()
-
-
-def flat(result: Any) -> list[np.ndarray]:
-    """The arrays of a forward+backward result, in the order output, then gradients by name; torch's or JAX's."""
-    import torch
-
-    return [
-        x.float().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x, np.float32) for x in jax.tree.leaves(result)
-    ]
+def by_name(result: Any) -> dict[str, np.ndarray]:
+    """output and gradients of a forward+backward result, torch's or JAX's, as float32."""
+    output, gradients = result
+    arrays = {"output": output, **gradients}
+    return {n: np.asarray(x if isinstance(x, jax.Array) else x.float().cpu(), np.float32) for n, x in arrays.items()}
 
 
 def difference(a: Any, b: Any) -> float:
@@ -222,11 +160,8 @@ def errors() -> None:
             (want_output, _), want_grads = value_and_grads(arrays, (do, jnp.zeros((B, H, K, V))), K**-0.5)
             names = [n for n in ("query", "key", "value", "gk", "g") if n in arrays]
             for label, make in (("ours", ours), ("fla", theirs)):
-                _, both, wait = make("errors", kind, (arrays, do, None))
-                result = both()
-                wait(result)
-                output, grads = flat(result[0])[0], flat([result[1][0][n] for n in names] if label == "ours" else result[1])
-                found = [error(output, want_output), *(error(x, want_grads[n]) for x, n in zip(grads, names, strict=True))]
+                got = by_name(make("errors", kind, (arrays, do, None))[1]())
+                found = [error(got["output"], want_output), *(error(got[n], want_grads[n]) for n in names)]
                 print(f"| {kind} | {strength} | {label} | " + " | ".join(f"{e:.1e}" for e in found) + " |", flush=True)
 
 
@@ -283,15 +218,12 @@ def main() -> None:
             try:
                 forward, both, wait = make(name, kind)
                 row[label] = (kernel_ms(forward, wait), kernel_ms(both, wait))
-                output, grads = both()
-                wait(grads)
-                names = [n for n in ("query", "key", "value", "g", "gk", "gv") if label == "ours" and n in grads[0]]
-                found[label] = flat([output, *([grads[0][n] for n in names] if names else grads)])
+                found[label] = by_name(both())
             except Exception as error:  # a side that cannot run a row must not take the table with it
                 print(f"{label} {name} {kind}: {type(error).__name__}: {error}", file=sys.stderr)
                 row[label] = (float("nan"), float("nan"))
         if len(found) == 2:
-            row["difference"] = max(difference(x, y) for x, y in zip(found["ours"], found["fla"], strict=True))
+            row["difference"] = max(difference(found["ours"][n], x) for n, x in found["fla"].items())
         results.append(row)
         (a, b), (c, d), (f, g) = row["ours"], row["fla"], row["floor"]
         apart = f"{row['difference']:.1e}" if "difference" in row else "-"

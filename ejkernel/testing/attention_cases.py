@@ -14,7 +14,7 @@ import numpy as np
 from ejkernel.kernels._attention import AttentionProblem
 from ejkernel.kernels._attention.dropout import kept
 from ejkernel.testing.attention_reference import Reference, attention_reference
-from ejkernel.testing.compare import relative_rms
+from ejkernel.testing.compare import assert_close
 from ejkernel.types.mask import MaskInfo
 
 # Largest relative RMS error against float64, of values and of gradients.
@@ -178,15 +178,19 @@ class AttentionCase:
 
         return _numpy(both(self.arrays, self.d_output))
 
+    @property
+    def tolerance(self) -> tuple[float, float]:
+        """The largest errors allowed, of values and of gradients."""
+        return TOLERANCES[self.dtype]
+
+    def expected(self) -> dict[str, np.ndarray]:
+        """What `value_and_gradients` must give."""
+        return {"output": self.reference.output, "weights": self.reference.weights, **self.reference.gradients}
+
     def check(self, function: Callable[..., Any], weights: bool = True) -> None:
         """AssertionError unless `function` gives what the reference says, gradients included; `weights`: these too."""
-        got = self.value_and_gradients(function, weights)
-        value_limit, gradient_limit = TOLERANCES[self.dtype]
-        want = {"output": self.reference.output, "weights": self.reference.weights, **self.reference.gradients}
-        for name, x in got.items():
-            limit = value_limit if name in ("output", "weights") else gradient_limit
-            error = relative_rms(x, want[name])
-            assert error < limit, f"{self}: {name} is off by {error:.2e} (limit {limit:.0e})"
+        got, want = self.value_and_gradients(function, weights), self.expected()
+        assert_close(got, {name: want[name] for name in got}, self.tolerance)
 
 
 def _numpy(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:

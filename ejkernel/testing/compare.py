@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ LINEAR_TOLERANCES = {
     "bfloat16": (6e-3, 6e-3),
     "float16": (1e-3, 1e-3),
 }
+VALUES = ("output", "state", "weights")  # what is not a gradient
 
 
 def relative_rms(got: Any, want: Any) -> float:
@@ -38,10 +40,34 @@ def relative_rms(got: Any, want: Any) -> float:
     return float(distance / size) if size > 0 else (0.0 if distance == 0 else np.inf)
 
 
-def assert_close(got: Mapping[str, Any], want: Mapping[str, Any], tolerance: tuple[float, float]) -> None:
-    """Every entry of `want` within tolerance: the first for "output" and "state", the second for gradients."""
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """One array of a result: its relative RMS error and the largest that is allowed."""
+
+    error: float
+    limit: float
+    is_value: bool
+
+    @property
+    def right(self) -> bool:
+        """Whether the error is within its limit; NaN is not."""
+        return self.error <= self.limit
+
+
+def judge(got: Mapping[str, Any], want: Mapping[str, Any], tolerance: tuple[float, float]) -> dict[str, Judged]:
+    """The error of every entry of `got`. The first tolerance is for output, state and weights, the second for gradients.
+
+    Example:
+        >>> found = judge({"output": [1.0], "dkey": [2.0]}, {"output": [1.0], "dkey": [1.0]}, (1e-6, 1e-5))
+        >>> found["output"].right, found["dkey"].right, found["dkey"].error
+        (True, False, 1.0)
+    """
     assert got.keys() == want.keys(), f"got {sorted(got)}, want {sorted(want)}"
-    errors = {name: relative_rms(got[name], want[name]) for name in want}
-    limits = {name: tolerance[name not in ("output", "state")] for name in want}
-    far = {name: f"{error:.2g} > {limits[name]:.0e}" for name, error in errors.items() if not error <= limits[name]}
+    return {name: Judged(relative_rms(got[name], want[name]), tolerance[name not in VALUES], name in VALUES) for name in want}
+
+
+def assert_close(got: Mapping[str, Any], want: Mapping[str, Any], tolerance: tuple[float, float]) -> None:
+    """Every entry of `want` within tolerance; see `judge`."""
+    judged = judge(got, want, tolerance)
+    far = {name: f"{entry.error:.2g} > {entry.limit:.0e}" for name, entry in judged.items() if not entry.right}
     assert not far, f"relative RMS errors above their limits: {far}"

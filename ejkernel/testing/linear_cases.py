@@ -112,12 +112,12 @@ class LinearCase:
         output, state = jax.jit(lambda arrays: function(**arrays, **options))(arrays)
         return {"output": output, "state": state}
 
-    def expected(self) -> dict[str, np.ndarray]:
+    def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = linear_reference) -> dict[str, np.ndarray]:
         """The same from the float64 reference on the same rounded inputs."""
         arrays, options = self.arguments()
         with jax.enable_x64(True):
             wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
-            found = _evaluate(lambda wide: linear_reference(**wide, **options), wide, self.weights(), jit=True)
+            found = _evaluate(lambda wide: reference(**wide, **options), wide, self.weights(), jit=True)
         return {name: np.asarray(x) for name, x in found.items()}
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.modules import recurrent_attention
+from ejkernel.testing.hand_written import scan_attention
 
 STATE = 64 * 64 * 4  # bytes of one state
 
@@ -33,8 +34,6 @@ def test_the_gradient_keeps_one_state_per_chunk(schedule):
 
 
 def test_temporary_memory_against_autodiff_of_the_scan():
-    from benchmarks.hand_written import scan_attention
-
     arguments = call(8192, heads=4, kv_heads=4, batch=2)
     weighted = lambda function: jax.grad(lambda q, k, v, gk: jnp.sum(jnp.sin(function(q, k, v, gk=gk))), (0, 1, 2, 3))
     ours = temporary_bytes(weighted(recurrent_attention), *arguments)

@@ -1,0 +1,136 @@
+"""Shapes of attention calls, written as text: what tests, benchmarks and tuning share.
+
+    BxTxHxKxV[:gates][:dtype]        2x4096x4x64x64, 8x2048x16/4x128x128:g4:bfloat16
+    BxTxHxD[:gates][:dtype]          K = V = D
+
+Grouped heads are `H/Hkv`; gates are joined by `+`, or `none`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+GATES = ("g", "g4", "g_gamma", "gk", "gv")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+_SIZES = re.compile(r"(\d+)x(\d+)x(\d+)(?:/(\d+))?x(\d+)(?:x(\d+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The sizes of one call.
+
+    Attributes:
+        batch, time, heads, key_channels, value_channels: B, T, H, K, V.
+        gates: any of g (per head), g4 (`g` per key channel), g_gamma, gk, gv.
+        dtype: of every array.
+        kv_heads: Hkv; None: as many as `heads`.
+        name: what people call it.
+
+    Example:
+        >>> shape = Shape.parse("8x2048x16/4x128:gk+gv:bfloat16")
+        >>> shape.value_channels, shape.kv_heads, shape.gates, shape.dtype
+        (128, 4, ('gk', 'gv'), 'bfloat16')
+        >>> str(shape)
+        '8x2048x16/4x128x128:gk+gv:bfloat16'
+    """
+
+    batch: int
+    time: int
+    heads: int
+    key_channels: int
+    value_channels: int
+    gates: tuple[str, ...] = ()
+    dtype: str = "float32"
+    kv_heads: int | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "key_channels", "value_channels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of a shape must be at least 1; got {getattr(self, name)}.")
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise ValueError(f"kv_heads must divide heads; got {self.heads}/{self.kv_heads}.")
+        for kind, given, legal in (("gate", self.gates, GATES), ("dtype", (self.dtype,), DTYPES)):
+            if wrong := [item for item in given if item not in legal]:
+                raise ValueError(f"{kind} must be one of {', '.join(legal)}; got {', '.join(map(repr, wrong))}.")
+        if {"g", "g4"} <= set(self.gates):
+            raise ValueError("gates must not have both g and g4: they are one argument, per head or per key channel.")
+
+    @classmethod
+    def parse(cls, text: str, gates: tuple[str, ...] = (), dtype: str = "float32") -> Shape:
+        """The shape that a text means; `gates` and `dtype` where the text has none. ValueError says what is legal."""
+        sizes, *rest = text.strip().split(":")
+        found = _SIZES.fullmatch(sizes)
+        if found is None or len(rest) > 2:
+            raise ValueError(f"a shape must be BxTxHxKxV or BxTxHxD, then :gates and :dtype if any; got {text!r}.")
+        for part in rest:
+            if part in DTYPES:
+                dtype = part
+            else:
+                gates = () if part == "none" else tuple(part.split("+"))
+        B, T, H, Hkv, K, V = (None if size is None else int(size) for size in found.groups())
+        assert B is not None and T is not None and H is not None and K is not None  # noqa: PT018 (the pattern has them)
+        return cls(B, T, H, K, K if V is None else V, gates, dtype, Hkv)
+
+    def __str__(self) -> str:
+        heads = str(self.heads) if self.kv_heads is None else f"{self.heads}/{self.kv_heads}"
+        gates = f":{'+'.join(self.gates)}" if self.gates else ""
+        return f"{self.batch}x{self.time}x{heads}x{self.key_channels}x{self.value_channels}{gates}:{self.dtype}"
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every array by the name of its argument."""
+        rows = (self.batch, self.time)
+        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        gates = {
+            "g": (*rows, self.heads),
+            "g4": (*rows, self.heads, self.key_channels),
+            "g_gamma": (self.heads,),
+            "gk": (*rows, self.heads, self.key_channels),
+            "gv": (*rows, self.heads, self.value_channels),
+        }
+        return {
+            "query": (*rows, self.heads, self.key_channels),
+            "key": (*rows, kv_heads, self.key_channels),
+            "value": (*rows, kv_heads, self.value_channels),
+            **{"g" if gate == "g4" else gate: gates[gate] for gate in self.gates},
+        }
+
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every array as its shape and dtype."""
+        return {name: jax.ShapeDtypeStruct(size, self._dtype(name)) for name, size in self.sizes().items()}
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Normal q, k, v and mild gates."""
+        keys = jax.random.split(jax.random.key(0), len(self.sizes()))
+        normal = {n: jax.random.normal(key, size) for key, (n, size) in zip(keys, self.sizes().items(), strict=True)}
+        mild = {n: jax.nn.log_sigmoid(x) / 16 if n.startswith("g") else x for n, x in normal.items()}
+        return {n: x.astype(self._dtype(n)) for n, x in mild.items()}
+
+    def cotangent(self) -> jax.Array:
+        """A normal gradient of the output, `[B, T, H, V]`."""
+        shape = (self.batch, self.time, self.heads, self.value_channels)
+        return jax.random.normal(jax.random.key(5), shape).astype(self.dtype)
+
+    def _dtype(self, name: str) -> Any:
+        small = jnp.dtype(self.dtype).itemsize < 4
+        return jnp.float32 if name == "g_gamma" and small else jnp.dtype(self.dtype)  # stays in float32 in practice
+
+
+# Linear-attention layers small enough for a CPU with two cores.
+CPU = [
+    Shape(8, 1, 4, 64, 64, ("gk",), name="decode"),
+    Shape(2, 128, 4, 64, 64, ("gk",), name="short, per key"),
+    Shape(2, 2048, 4, 32, 32, ("g",), name="retention"),
+    Shape(2, 2048, 4, 64, 64, name="linear"),
+    Shape(2, 2048, 4, 64, 64, ("g",), name="simple GLA"),
+    Shape(2, 2048, 4, 64, 64, ("gk",), name="GLA"),
+    Shape(2, 2048, 4, 64, 64, ("gk", "gv"), name="key and value gates"),
+    Shape(2, 2048, 4, 128, 128, ("g",), name="wide, scalar"),
+    Shape(1, 2048, 4, 128, 128, ("gk",), name="wide, per key"),
+    Shape(1, 16384, 2, 64, 64, ("g",), name="long"),
+]
