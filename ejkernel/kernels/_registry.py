@@ -160,6 +160,24 @@ class KernelRegistry:
         device = as_backend(backend) or current_backend()
         return _wrong_device(entry, device) or (None if problem is None else entry.refusal(problem))
 
+    def status(self, algorithm: str, backend: Backend | str | None = None) -> dict[Platform, str | None]:
+        """For every platform the reason why it cannot run an algorithm on a device; None where it can.
+
+        Example:
+            >>> kernel_registry.status("recurrent")[Platform.XLA] is None, kernel_registry.status("recurrent")[Platform.PALLAS]
+            (True, 'not written for this operation')
+        """
+        entries, failures = self.list_implementations(algorithm), self._failures(algorithm)
+        found: dict[Platform, str | None] = {}
+        for platform in Platform:
+            reasons = [self.refusal(entry, backend=backend) for entry in entries if entry.platform is platform]
+            if platform in failures:
+                reasons.append(f"its import failed: {failures[platform]}")
+            elif not reasons:
+                reasons.append("not written for this operation")
+            found[platform] = None if None in reasons else "; ".join(reason for reason in reasons if reason is not None)
+        return found
+
     def list_algorithms(self) -> list[str]:
         """The algorithms that have an implementation."""
         for platform in Platform:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -135,6 +136,17 @@ def environment(device: jax.Device) -> dict[str, str]:
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
     }
+
+
+def without_environment(key: str) -> str:
+    """The part of a key that does not depend on device and versions: what `Invocation.call` gives.
+
+    >>> without_environment('{"environment":{"jax":"0.10.2"},"op":"scale"}')
+    '{"op":"scale"}'
+    """
+    parts = json.loads(key)
+    parts.pop("environment", None)
+    return json.dumps(parts, sort_keys=True, separators=(",", ":"))
 
 
 def settings() -> dict[str, str]:

@@ -31,7 +31,8 @@ class Race:
         self.tuner, self.inv, self.backward = tuner, inv, backward
         self.start = time.monotonic()
         self.worker = Worker(inv.device)
-        self.progress = _Progress(inv.kernel.op_id)
+        self.bar = _Bar(inv.kernel.op_id)
+        self.show = self.bar.show if tuner.progress is None else tuner.progress
         self.trials: list[Trial] = []
         self.expected: Any = None
         self.backward_note: str | None = None
@@ -39,13 +40,13 @@ class Race:
     def close(self) -> None:
         """Ends the thread and clears the terminal's line."""
         self.worker.close()
-        self.progress.close()
+        self.bar.close()
 
     def run(self) -> Tuned:
         """The winner. TuningFailed when not even the heuristic could be measured."""
         heuristic = self._prepare()
         for number, trial in enumerate(self.trials):
-            self.progress.show(0.5 * number / len(self.trials), f"compiling {number + 1}/{len(self.trials)}")
+            self.show(0.5 * number / len(self.trials), f"compiling {number + 1}/{len(self.trials)}")
             self._qualify(trial)
             if trial is heuristic and trial.reason is not None:
                 raise self._failure(f"the heuristic {trial.config}: {trial.reason}")
@@ -128,7 +129,7 @@ class Race:
                 racing = [trial for trial in racing if trial is trials[0] or trial.seconds <= _HOPELESS * best]
             if len(racing) == 1 and number >= 3:
                 return
-            self.progress.show(0.5 + 0.5 * number / self.tuner.iters, f"measuring {len(racing)} candidates")
+            self.show(0.5 + 0.5 * number / self.tuner.iters, f"measuring {len(racing)} candidates")
             for trial in racing if number % 2 == 0 else reversed(racing):
                 if self._left() <= 0:
                     break
@@ -185,20 +186,21 @@ def _reason(problem: Exception) -> str:
     return f"{'out of memory' if memory else 'failed'}: {type(problem).__name__}: {text}"
 
 
-class _Progress:
+class _Bar:
     """A bar on the terminal, if standard error is one."""
 
     def __init__(self, op_id: str):
-        self._op_id = op_id
+        self._op_id, self._shown = op_id, False
         self._stream = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
 
     def show(self, share: float, what: str) -> None:
         if self._stream is not None:
+            self._shown = True
             done = int(20 * share)
             self._stream.write(f"\r\x1b[Ktuning {self._op_id} [{'#' * done}{'.' * (20 - done)}] {what}")
             self._stream.flush()
 
     def close(self) -> None:
-        if self._stream is not None:
+        if self._stream is not None and self._shown:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

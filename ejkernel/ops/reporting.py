@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ejkernel.ops.invocation import Invocation
@@ -23,6 +25,7 @@ class Chosen:
         config: the configuration.
         record: where it was measured: `seconds` of the winner and the heuristic, `candidates` with times or reasons.
         key: the call's key.
+        invocation: the call itself, as shapes and static values.
     """
 
     op_id: str
@@ -31,6 +34,7 @@ class Chosen:
     config: Any
     record: Mapping[str, Any] = field(repr=False)
     key: str = field(repr=False)
+    invocation: Invocation | None = field(default=None, repr=False, compare=False)
 
 
 class Report(tuple[Chosen, ...]):
@@ -40,6 +44,15 @@ class Report(tuple[Chosen, ...]):
         if not self:
             return "no operation has been called in this process"
         return "\n".join(line for chosen in self for line in _lines(chosen))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the choices to a JSON file, with what is needed to make the same calls again.
+
+        `ejkernel cache show --recorded FILE` shows them, `ejkernel tune --recorded FILE` tunes the calls ahead of the next run.
+        """
+        from ejkernel.ops.recording import save
+
+        return save(self, path)
 
 
 def _lines(chosen: Chosen) -> list[str]:
@@ -64,7 +77,7 @@ _lock = threading.Lock()
 
 def describe(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> Chosen:
     """A choice as the report shows it."""
-    return Chosen(inv.kernel.op_id, {**inv.shapes, **inv.static}, level, config, record, inv.key)
+    return Chosen(inv.kernel.op_id, {**inv.shapes, **inv.static}, level, config, record, inv.key, inv)
 
 
 def note(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ class Tuner:
         max_seconds: float = 60.0,
         candidate_seconds: float = 20.0,
         min_gain: float = 0.03,
+        progress: Callable[[float, str], None] | None = None,
     ):
         """
         Args:
@@ -53,6 +54,7 @@ class Tuner:
             max_seconds: the longest that tuning one call may take; candidates it does not reach are listed as not tried.
             candidate_seconds: the longest that one candidate may take to compile and run.
             min_gain: how much faster than the heuristic a candidate must be, as a share of its time.
+            progress: called with the share that is done and what is being done; None: a bar where standard error is a terminal.
         """
         for name, value, least in (("warmup", warmup, 0), ("iters", iters, 1)):
             if not isinstance(value, int) or value < least:
@@ -64,6 +66,7 @@ class Tuner:
             raise ValueError(f"min_gain must be in [0, 1); got {min_gain!r}.")
         self.warmup, self.iters = warmup, iters
         self.max_seconds, self.candidate_seconds, self.min_gain = max_seconds, candidate_seconds, min_gain
+        self.progress = progress
 
     def tune(self, inv: Invocation, validate_backward: bool = False) -> Tuned:
         """The best configuration for a call.

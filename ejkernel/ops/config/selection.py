@@ -100,8 +100,15 @@ class ConfigSelectorChain:
         """The configuration for this call. NoConfigError when the policy is `"error"` and nothing is known."""
         return self._noted(inv, self._given(inv, cfg) or self._known(inv) or self._decide(inv, "choose", self._decide_here))
 
-    def tune(self, inv: Invocation) -> Choice:
-        """Measures this call whatever the policy says, unless memory or disk has a result already."""
+    def tune(self, inv: Invocation, again: bool = False) -> Choice:
+        """Measures this call whatever the policy says, unless memory or disk has a result already.
+
+        Args:
+            again: measure even then (in a multi-process program, once per call). The older result is replaced when the new
+                one is there, not before.
+        """
+        if again:
+            return self._noted(inv, self._decide(inv, "tune again", self._measured_again))
         return self._noted(inv, self._known(inv) or self._decide(inv, "tune", self._measured_here))
 
     def _noted(self, inv: Invocation, choice: Choice) -> Choice:
@@ -163,6 +170,12 @@ class ConfigSelectorChain:
 
         return self._from_disk(inv) or self._autotune(inv, self.tuner or Tuner())
 
+    def _measured_again(self, inv: Invocation) -> Choice:
+        from ejkernel.ops.tuner import Tuner
+
+        self._failed.pop(inv.key, None)
+        return self._autotune(inv, self.tuner or Tuner(), again=True)
+
     def _from_disk(self, inv: Invocation) -> Choice | None:
         disk = self.disk(inv)
         found = None if disk is None else self._stored(inv, Level.DISK, disk)
@@ -174,12 +187,12 @@ class ConfigSelectorChain:
         found = shipped_default(inv)
         return None if found is None else self._checked(inv, Level.SHIPPED, *found)
 
-    def _autotune(self, inv: Invocation, tuner: Tuner) -> Choice:
+    def _autotune(self, inv: Invocation, tuner: Tuner, again: bool = False) -> Choice:
         """Measures and stores, once per key however many threads ask. Where nothing could be measured: the heuristic."""
         from ejkernel.ops.tuner import TuningFailed
 
         with _tuning:
-            found = self._stored(inv, Level.MEMORY, self.cache)
+            found = None if again else self._stored(inv, Level.MEMORY, self.cache)
             if found is not None:  # another thread measured while this one waited
                 return found
             if inv.key in self._failed:

@@ -7,13 +7,12 @@ of a near relative; versions of libraries are not compared, since a good configu
 from __future__ import annotations
 
 import functools
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from ejkernel.ops.invocation import Invocation
-from ejkernel.ops.key import device_kind
+from ejkernel.ops.key import device_kind, without_environment
 from ejkernel.ops.notices import warn_once
 
 FOLDER = Path(__file__).resolve().parent.parent / "defaults"
@@ -70,13 +69,7 @@ def _defaults(file: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     from ejkernel.ops.config.exchange import read
 
     try:
-        return {_call(key): (fields, record) for key, fields, record in read(file)}
+        return {without_environment(key): (fields, record) for key, fields, record in read(file)}
     except (OSError, ValueError) as problem:
         warn_once(("shipped", str(file)), f"ignored the shipped configurations {file}: {problem}.")
         return {}
-
-
-def _call(key: str) -> str:
-    parts = json.loads(key)
-    parts.pop("environment", None)
-    return json.dumps(parts, sort_keys=True, separators=(",", ":"))
