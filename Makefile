@@ -10,7 +10,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable ".[test,lint,docs,examples]"
+	$(BIN)/python -m pip install --quiet --editable ".[test,lint,docs,examples,cli,plot]"
 	# What lowers Triton calls without a GPU: 8 MB of JAX's CUDA plugin, without the CUDA libraries that it asks for.
 	$(BIN)/python -m pip install --quiet --no-deps "jax-cuda13-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')" \
 		|| echo "No CUDA plugin for this machine: the tests of lowering for GPUs will be skipped."
@@ -31,7 +31,7 @@ test: lint typecheck docs
 	$(BIN)/python -m pytest -n 2
 
 demo: setup
-	$(BIN)/python -m benchmarks.demo
+	$(BIN)/ejkernel bench --summary --lengths 256,1024,4096 --seconds 0.5 --plot demo.png
 
 # On a machine with a GPU, with the Python that has its CUDA plugin: make test-gpu PYTHON=python3
 test-gpu:

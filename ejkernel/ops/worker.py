@@ -20,6 +20,7 @@ from ejkernel.ops.config import overlay
 from ejkernel.ops.key import thread_settings
 
 Result = TypeVar("Result")
+THREAD = "ejkernel-tuner"
 _here = threading.local()
 
 
@@ -56,7 +57,7 @@ class Worker:
         """The function's result, or its exception. OvertimeError when it takes longer than `seconds`."""
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(self._tasks,), name="ejkernel-tuner", daemon=True).start()
+            threading.Thread(target=self._serve, args=(self._tasks,), name=THREAD, daemon=True).start()
         task = _Task(function)
         self._tasks.put(task)
         try:
@@ -87,6 +88,14 @@ class Worker:
             settings.enter_context(overlay.carry(self._overlays))
             while (task := tasks.get()) is not None:
                 task.run()
+
+
+def left_behind(patience: float = 0.5) -> bool:
+    """Whether a thread still works on a task that nobody waits for. Python cannot end such a thread when the program ends."""
+    threads = [thread for thread in threading.enumerate() if thread.name == THREAD]
+    for thread in threads:
+        thread.join(patience)
+    return any(thread.is_alive() for thread in threads)
 
 
 def inside_worker() -> bool:

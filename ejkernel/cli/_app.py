@@ -1,0 +1,60 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from ejkernel._version import __version__
+from ejkernel.cli import _cache, _screen
+from ejkernel.cli._bench import bench
+from ejkernel.cli._doctor import doctor
+from ejkernel.cli._tune import tune
+from ejkernel.cli._verify import verify
+from ejkernel.ops.worker import left_behind
+
+app = typer.Typer(
+    name="ejkernel",
+    help="Attention kernels for JAX: what runs on this machine, whether it is right, how fast it is, and tuning it.",
+    epilog="Exit codes: 0 good, 1 found a failure, 2 wrong usage, 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(doctor)
+app.command()(verify)
+app.command()(bench)
+app.command()(tune)
+app.add_typer(_cache.app, name="cache")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ejkernel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+def run() -> None:
+    """The entry point of the command."""
+    _screen.show_warnings()
+    try:
+        app(prog_name="ejkernel")
+    except SystemExit as end:
+        if not left_behind():
+            raise
+        # A candidate may compile on after an interrupt or its time; ending Python under it would abort the process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 0)

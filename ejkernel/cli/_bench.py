@@ -1,0 +1,207 @@
+"""`ejkernel bench`: times on this device, with errors and floors beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ejkernel.cli import _bench_tables, _options
+from ejkernel.cli._contenders import chosen_rivals, contenders
+from ejkernel.cli._measure import Measured, measure
+from ejkernel.cli._operations import Operation, chosen_dtypes, chosen_gates, chosen_operations, chosen_platforms, words
+from ejkernel.cli._screen import INTERRUPTED, fail, print_json, progress, screen, side, wrong_use
+from ejkernel.testing.shapes import Shape
+from ejkernel.testing.timing import DIRECTIONS
+
+FORMAT = 1
+# Where no shape is named: layers of usual size, at lengths that the device takes in reasonable time.
+_DEFAULTS = {
+    "cpu": ("2x{T}x4x64x64", "1x{T}x8x64x64", (512, 1024, 2048, 4096), "float32"),
+    "other": ("8x{T}x16x128x128", "8x{T}x16x128x128", (1024, 2048, 4096, 8192), "bfloat16"),
+}
+
+
+def bench(
+    op: _options.Ops = None,
+    shapes: _options.Shapes = None,
+    lengths: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Measure each shape at these lengths T: 512,1024,2048.")
+    ] = None,
+    gates: _options.Gates = None,
+    dtype: _options.Dtype = None,
+    direction: Annotated[str, typer.Option(metavar="WHICH", help="forward, forward+backward or both.")] = "both",
+    platform: _options.Platforms = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LIST", help="Against: scan, fla, jax.nn, cudnn, or none. All that run here when left out."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(metavar="S", help="Time for each measurement, after compiling.")] = 1.0,
+    no_error: Annotated[bool, typer.Option("--no-error", help="Times only.")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="Only the last table: one line per operation.")] = False,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write everything as JSON.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw time over T and distance to the floor (.png, .svg, .pdf).")
+    ] = None,
+    from_file: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Show or plot what --save wrote, measuring nothing.")
+    ] = None,
+    as_json: _options.Json = False,
+) -> None:
+    """Time the operations on this device, with error and floor beside.
+
+    Ours against a hand-written lax.scan, jax.nn.dot_product_attention, cuDNN and flash-linear-attention, as far as they run
+    here. A time is the best of several calls. Errors are relative RMS against float64, of the last 256 tokens (two heads) of
+    the call that is timed. The floor is the larger of bytes over bandwidth and operations over peak, both measured on this
+    device. Exits with 1 when ours does not run.
+
+    \b
+    Examples:
+      ejkernel bench --op gla_attention
+      ejkernel bench --shapes 2x4096x4x64x64:gk --direction forward
+      ejkernel bench --op attention --lengths 512,2048 --compare jax.nn
+      ejkernel bench --save run.json --plot run.png
+      ejkernel bench --from run.json --plot run.svg
+    """
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        wrong_use('--plot needs matplotlib: pip install "ejkernel[plot]", or in a checkout: pip install ".[plot]".')
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        wrong_use(f"--plot must name a .png, .svg or .pdf file; got {str(plot)!r}.")
+    if from_file is not None:
+        if op or shapes or lengths:
+            wrong_use("--from shows what was measured before; it does not go together with --op, --shapes or --lengths.")
+        about, measured = _read(from_file)
+        interrupted = False
+    else:
+        directions = _directions(direction)
+        operations, platforms, rivals = chosen_operations(op), chosen_platforms(platform), chosen_rivals(words(compare))
+        calls = _calls(operations, shapes, lengths, gates, dtype)
+        measured, interrupted = _run(calls, directions, platforms, rivals, seconds, not no_error)
+        about = _about({call.dtype for _, call in calls})
+    content = {"format": FORMAT, "about": about, "measurements": [dataclasses.asdict(one) for one in measured]}
+    if save is not None:
+        _write(save, content)
+    drawn = None if plot is None else _draw(measured, plot, about)
+    if as_json:
+        print_json(content)
+    else:
+        _bench_tables.show(screen(), measured, about, summary)
+        for what, file in (("JSON", save), ("picture", drawn)):
+            if file is not None:
+                screen().print(f"{what}: {file}", soft_wrap=True)
+    if interrupted:
+        side().print("interrupted: not everything was measured")
+        raise typer.Exit(INTERRUPTED)
+    broken = [one for one in measured if one.ours and one.seconds is None]
+    raise typer.Exit(1 if broken else 0)
+
+
+def _directions(text: str) -> tuple[str, ...]:
+    if text not in ("both", *DIRECTIONS):
+        wrong_use(f"--direction must be forward, forward+backward or both; got {text!r}.")
+    return DIRECTIONS if text == "both" else (text,)
+
+
+def _calls(
+    operations: Sequence[Operation], shapes: Sequence[str] | None, lengths: str | None, gates: str | None, dtype: str | None
+) -> list[tuple[Operation, Shape]]:
+    """Every operation with every shape that is to be measured."""
+    import jax
+
+    linear, softmax, usual_lengths, usual_dtype = _DEFAULTS["cpu" if jax.default_backend() == "cpu" else "other"]
+    named, kind = chosen_gates(gates), (chosen_dtypes([dtype]) if dtype else [usual_dtype])[0]
+    tokens = _lengths(lengths)
+    calls: list[tuple[Operation, Shape]] = []
+    for op in operations:
+        texts = words(shapes) or [(linear if op.linear else softmax).format(T=1)]
+        own_gates = named if op.linear and op.legal_gates else None
+        for text in texts:
+            shape = op.shape(text, own_gates, kind)
+            at = tokens or ([shape.time] if shapes else usual_lengths)
+            calls += [(op, dataclasses.replace(shape, time=length)) for length in at]
+    if any(shape.time < 1 for _, shape in calls):
+        wrong_use("a shape to be measured must have at least one token.")
+    return calls
+
+
+def _lengths(text: str | None) -> list[int]:
+    found = words([text] if text else None)
+    if any(not word.isdigit() or int(word) < 1 for word in found):
+        wrong_use(f"--lengths must be positive whole numbers separated by commas; got {text!r}.")
+    return [int(word) for word in found]
+
+
+def _run(
+    calls: Sequence[tuple[Operation, Shape]],
+    directions: Sequence[str],
+    platforms: Sequence[str],
+    rivals: Sequence[str] | None,
+    seconds: float,
+    errors: bool,
+) -> tuple[list[Measured], bool]:
+    """What was measured, and whether it was interrupted before the end."""
+    measured: list[Measured] = []
+    who = {op.name: contenders(op, platforms, rivals) for op, _ in calls}
+    total = sum(len(directions) * len(who[op.name]) for op, _ in calls)
+    with progress("timing", total) as step:
+        for op, shape in calls:
+            for what, do in measure(op, shape, directions, who[op.name], seconds, errors):
+                step(what, 0)
+                try:
+                    measured.append(do())
+                except KeyboardInterrupt:
+                    return measured, True
+                step(what)
+    return measured, False
+
+
+def _about(dtypes: set[str]) -> dict[str, Any]:
+    """Where and how the times were measured."""
+    from datetime import UTC, datetime
+
+    from ejkernel.ops.key import default_device, environment
+    from ejkernel.testing.floors import arithmetic
+
+    return {
+        "environment": environment(default_device()),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "operations_per_second": {dtype: arithmetic(dtype) for dtype in sorted(dtypes)},
+        "floor": "max(bytes / bandwidth of a copy of that size, operations / rate of a matrix product), both measured here",
+    }
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as problem:
+        fail(f"{file} cannot be written: {problem.strerror}.")
+
+
+def _read(file: Path) -> tuple[dict[str, Any], list[Measured]]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content.get("format") != FORMAT:
+            raise ValueError(f"expected format {FORMAT}")
+        return content["about"], [Measured(**one) for one in content["measurements"]]
+    except OSError as problem:
+        wrong_use(f"{file} cannot be read: {problem.strerror}.")
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        fail(f"{file} is not what bench --save writes: {problem}.")
+
+
+def _draw(measured: Sequence[Measured], file: Path, about: dict[str, Any]) -> Path:
+    from ejkernel.cli._plot import draw
+
+    where = about["environment"]
+    try:
+        return draw(
+            measured, file, f"ejkernel {where['ejkernel']}, jax {where['jax']}, {where['device']}, {about['time'][:10]}"
+        )
+    except (ValueError, OSError) as problem:
+        fail(f"no picture: {problem}.")

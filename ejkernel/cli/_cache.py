@@ -1,0 +1,318 @@
+"""`ejkernel cache`: what was tuned, by whom, and carrying it elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ejkernel.cli import _options
+from ejkernel.cli._entries import Entry, recorded_entries, shipped_entries, stored_entries
+from ejkernel.cli._operations import OPERATIONS, name_of, words
+from ejkernel.cli._screen import count, duration, fail, interactive, print_json, ratio, screen, table, wrong_use
+from ejkernel.ops.config import exchange
+from ejkernel.ops.config.persistent import PersistentCache, cache_folder, write_atomically
+
+app = typer.Typer(
+    help="List, show, export, import and clear tuned configurations.", no_args_is_help=True, rich_markup_mode=None
+)
+Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="The beginning of an id that `cache list` shows.")]
+All = Annotated[bool, typer.Option("--all", help="Also what was measured on other devices or with other versions.")]
+
+
+@app.command("list")
+def list_(
+    op: _options.Ops = None,
+    everything: All = False,
+    recorded: _options.Recorded = None,
+    cache_dir: _options.CacheDir = None,
+    as_json: _options.Json = False,
+) -> None:
+    """List what was picked, by which level, with times.
+
+    Levels: disk (tuned before and stored), shipped (comes with the package), and with --recorded whatever chose in that run:
+    explicit, overlay, memory, disk, shipped, autotune or heuristics.
+
+    \b
+    Examples:
+      ejkernel cache list
+      ejkernel cache list --op gla_attention --all
+      ejkernel cache list --recorded run.json
+    """
+    folder = _folder(cache_dir)
+    entries = _entries(folder, op, recorded)
+    shown = [entry for entry in entries if everything or recorded is not None or entry.here]
+    if as_json:
+        print_json({"folder": str(folder), "entries": [entry.as_json() for entry in shown]})
+        return
+    console = screen()
+    if shown:
+        console.print(_listing(shown))
+    hidden = len(entries) - len(shown)
+    origin = str(folder) if recorded is None else str(recorded)
+    more = f", {hidden} for other devices or versions (--all lists them)" if hidden else ""
+    console.print(f"{origin}: {count(len(shown), 'choice' if recorded else 'tuned call')}{more}", soft_wrap=True)
+    if not entries and recorded is None:
+        console.print("Tune some with `ejkernel tune --op gla_attention --shapes 2x2048x4x64x64:g4`.")
+
+
+@app.command()
+def show(
+    ids: Ids = None,
+    op: _options.Ops = None,
+    everything: All = False,
+    recorded: _options.Recorded = None,
+    cache_dir: _options.CacheDir = None,
+    as_json: _options.Json = False,
+) -> None:
+    """Show choices in full: the call, times, losers and reasons.
+
+    \b
+    Examples:
+      ejkernel cache show 3f2a
+      ejkernel cache show --op gla_attention
+      ejkernel cache show --recorded run.json
+    """
+    folder = _folder(cache_dir)
+    entries = _entries(folder, op, recorded)
+    if ids:
+        chosen = _with_ids(entries, ids)
+    else:
+        chosen = [entry for entry in entries if everything or recorded is not None or entry.here]
+    if as_json:
+        print_json({"folder": str(folder), "entries": [entry.as_json() for entry in chosen]})
+        return
+    for entry in chosen:
+        _describe(screen(), entry)
+    if not chosen:
+        screen().print(
+            f"nothing to show in {recorded or folder}; `ejkernel cache list --all` lists everything.", soft_wrap=True
+        )
+
+
+@app.command("export")
+def export(
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Where to; - or nothing: standard output.")] = None,
+    op: _options.Ops = None,
+    cache_dir: _options.CacheDir = None,
+    as_json: _options.Json = False,
+) -> None:
+    """Write tuned configurations to one file, for another machine.
+
+    The file has everything in the cache, whichever device it was measured on; a call only uses what fits its own. With --json,
+    what was written is summed up as JSON.
+
+    \b
+    Examples:
+      ejkernel cache export tuned.json
+      ejkernel cache export - --op gla_attention | ssh other 'cat > tuned.json'
+    """
+    folder = _folder(cache_dir)
+    op_ids = _op_ids(op)
+    caches = [PersistentCache(name, folder) for name in _folders(folder) if not op_ids or name in op_ids]
+    text = exchange.dumps(*caches) if caches else exchange.merge()
+    number = len(exchange.parse(text))
+    if file is None or str(file) == "-":
+        typer.echo(text, nl=False)
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, text)
+    except OSError as problem:
+        fail(f"{file} cannot be written: {problem.strerror}.")
+    if as_json:
+        print_json({"file": str(file), "exported": number})
+    else:
+        screen().print(f"{count(number, 'tuned call')} written to {file}", soft_wrap=True)
+
+
+@app.command("import")
+def import_(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What `cache export` wrote; - for standard input.")],
+    cache_dir: _options.CacheDir = None,
+    as_json: _options.Json = False,
+) -> None:
+    """Add tuned configurations from files; the newer of two stays.
+
+    A file that is damaged is refused as a whole, and then nothing of any file is added.
+
+    \b
+    Examples:
+      ejkernel cache import tuned.json
+      ejkernel cache import a100.json h100.json
+    """
+    folder = _folder(cache_dir)
+    texts = [_text(file) for file in files]
+    target = PersistentCache(OPERATIONS[0].op_id, folder)
+    merged = exchange.merge(*texts)
+    before = len(stored_entries(folder))
+    taken = exchange.loads(merged, target)
+    offered, after = len(exchange.parse(merged)), len(stored_entries(folder))
+    if after < before + taken and after < offered:
+        fail(f"{folder} does not hold what was to be written: {offered} offered, {after} there.")
+    if as_json:
+        print_json({"folder": str(folder), "offered": offered, "imported": taken})
+    else:
+        kept = f"; {offered - taken} were there already, as new or newer" if offered > taken else ""
+        screen().print(f"{count(taken, 'tuned call')} added to {folder}{kept}", soft_wrap=True)
+
+
+@app.command()
+def clear(
+    ids: Ids = None,
+    op: _options.Ops = None,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Only what was measured on other devices or with other versions.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    cache_dir: _options.CacheDir = None,
+    as_json: _options.Json = False,
+) -> None:
+    """Remove tuned configurations from the cache.
+
+    \b
+    Examples:
+      ejkernel cache clear 3f2a
+      ejkernel cache clear --stale --yes
+      ejkernel cache clear --op attention
+    """
+    folder = _folder(cache_dir)
+    entries = stored_entries(folder, _op_ids(op))
+    chosen = [entry for entry in (_with_ids(entries, ids) if ids else entries) if not stale or not entry.here]
+    if chosen and not yes:
+        if as_json or not interactive():
+            wrong_use(
+                f"{count(len(chosen), 'tuned call')} would be removed from {folder}; say --yes where nobody can be asked."
+            )
+        typer.confirm(f"Remove {count(len(chosen), 'tuned call')} from {folder}?", abort=True)
+    for entry in chosen:
+        try:
+            PersistentCache(entry.op_id, folder).file(entry.key).unlink(missing_ok=True)
+        except OSError as problem:
+            fail(f"{folder} does not allow it: {problem.strerror}.")
+    if as_json:
+        print_json({"folder": str(folder), "removed": [entry.id for entry in chosen]})
+    else:
+        screen().print(f"{count(len(chosen), 'tuned call')} removed from {folder}", soft_wrap=True)
+
+
+def _folder(cache_dir: Path | None) -> Path:
+    return cache_folder() if cache_dir is None else cache_dir.expanduser()
+
+
+def _folders(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def _op_ids(op: Sequence[str] | None) -> list[str]:
+    """The ids that `--op` names; a name that is none of ours is taken as the id of a user's own kernel."""
+    by_name = {one.name: one.op_id for one in OPERATIONS}
+    return [by_name.get(word, word) for word in words(op)]
+
+
+def _entries(folder: Path, op: Sequence[str] | None, recorded: Path | None) -> list[Entry]:
+    op_ids = _op_ids(op)
+    if recorded is not None:
+        found = recorded_entries(recorded, op_ids)
+    else:
+        found = [*stored_entries(folder, op_ids), *shipped_entries(op_ids)]
+    known = {one.op_id for one in OPERATIONS} | set(_folders(folder)) | {entry.op_id for entry in found}
+    unknown = [name for name in op_ids if name not in known]
+    if unknown:
+        legal = ", ".join(sorted({name_of(name) for name in known}))
+        wrong_use(f"--op must be one of {legal}; got {', '.join(map(repr, unknown))}.")
+    return found
+
+
+def _with_ids(entries: Sequence[Entry], ids: Sequence[str]) -> list[Entry]:
+    chosen: list[Entry] = []
+    for wanted in ids:
+        found = [entry for entry in entries if entry.id.startswith(wanted.lower())]
+        if not found:
+            wrong_use(f"no entry's id begins with {wanted!r}; `ejkernel cache list --all` shows the ids.")
+        chosen += [entry for entry in found if entry not in chosen]
+    return chosen
+
+
+def _text(file: Path) -> str:
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except OSError as problem:
+        wrong_use(f"{file} cannot be read: {problem.strerror}.")
+    except UnicodeDecodeError as problem:
+        fail(f"{file} is not text ({problem}); nothing was imported. Export it again with `ejkernel cache export`.")
+    try:
+        exchange.parse(text)
+    except ValueError as problem:
+        fail(f"{file} is damaged or no export: {problem} Nothing was imported; export it again with `ejkernel cache export`.")
+    return text
+
+
+def _listing(entries: Sequence[Entry]) -> Any:
+    """Two lines an entry, so that everything fits 80 columns."""
+    made = table(["!operation, id", "shape", "!level", "configuration", "!>time, gain"])
+    for entry in entries:
+        sizes, _, rest = entry.shape().partition(" ")
+        made.add_row(
+            Text.assemble(f"{name_of(entry.op_id)}\n", (entry.id, "cyan")),
+            f"{sizes}\n{rest}",
+            Text(entry.level, "" if entry.here else "dim"),
+            entry.config(),
+            "-" if entry.seconds is None else f"{duration(entry.seconds)}\n{ratio(entry.gain)}",
+        )
+    return made
+
+
+def _describe(console: Console, entry: Entry) -> None:
+    console.print(Text.assemble((f"{entry.id}  {name_of(entry.op_id)}", "bold"), f"  level {entry.level}"))
+    facts = table(["!", ""])
+    facts.show_header = False
+    facts.add_row("configuration", entry.config())
+    for name, text in entry.arrays().items():
+        facts.add_row(name, text)
+    for name, text in entry.call.get("static", {}).items():
+        facts.add_row(name, str(text))
+    where = entry.call.get("environment", {})
+    facts.add_row(
+        "for",
+        ", ".join(
+            f"{where[name]}" if name == "device" else f"{name} {where[name]}"
+            for name in where
+            if name not in ("runtime", "backend")
+        ),
+    )
+    if not entry.here:
+        facts.add_row("", Text("not used here: another device or other versions", "yellow"))
+    record = entry.record
+    if "time" in record:
+        facts.add_row(
+            "measured", f"{record['time']}, {record.get('measured', '')}, in {duration(record.get('tuning_seconds'))}"
+        )
+    for name in ("note", "failed", "shipped_for"):
+        if name in record:
+            facts.add_row(name.replace("_", " "), str(record[name]))
+    console.print(facts)
+    if record.get("candidates"):
+        console.print(_candidates(entry))
+
+
+def _candidates(entry: Entry) -> Any:
+    made = table(["candidate", "!>time", "!>x chosen", "outcome"])
+    best = entry.seconds
+    ordered = sorted(entry.record["candidates"], key=lambda one: one.get("seconds", float("inf")))
+    for one in ordered:
+        as_entry = Entry(entry.key, entry.level, one["config"], {}, True)
+        won = one["config"] == dict(entry.fields)
+        heuristic = one["config"] == entry.record.get("heuristic")
+        seconds = one.get("seconds")
+        against = None if not seconds or not best else seconds / best
+        noise = against is not None and against < 1
+        notes = (("chosen", won), ("heuristic", heuristic), ("faster only within the noise", noise))
+        outcome = one.get("reason") or ", ".join(word for word, is_so in notes if is_so)
+        made.add_row(as_entry.config(), duration(seconds), ratio(against), Text(outcome, "bold green" if won else ""))
+    return made

@@ -1,0 +1,154 @@
+"""Tuned calls as people look at them: those on disk, those that come with the package, and those of a recorded run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ejkernel.cli._operations import name_of
+from ejkernel.cli._screen import fail, wrong_use
+from ejkernel.ops.config.exchange import read
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.shipped import FOLDER, device_name, relatives
+from ejkernel.ops.key import default_device, device_kind, environment
+
+_QUERY = re.compile(r"(\w+)\[([\d,~]*)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One choice of a configuration.
+
+    Attributes:
+        key: the call's key.
+        level: who chose: disk, shipped, or what a recorded run says.
+        fields: the configuration's fields.
+        record: how it was measured; empty where nothing was.
+        here: whether a call on this device, with these versions, would find it.
+    """
+
+    key: str
+    level: str
+    fields: Mapping[str, Any]
+    record: Mapping[str, Any]
+    here: bool
+
+    @functools.cached_property
+    def id(self) -> str:
+        """Ten characters that name the entry; the file on disk begins with them."""
+        return hashlib.sha256(self.key.encode()).hexdigest()[:10]
+
+    @functools.cached_property
+    def call(self) -> dict[str, Any]:
+        """The key's parts."""
+        return json.loads(self.key)
+
+    @property
+    def op_id(self) -> str:
+        """The operation."""
+        return str(self.call.get("op"))
+
+    @property
+    def seconds(self) -> float | None:
+        """The time of the configuration."""
+        return self.record.get("seconds")
+
+    @property
+    def gain(self) -> float | None:
+        """The heuristic's time over this one's."""
+        heuristic = self.record.get("heuristic_seconds")
+        return None if not heuristic or not self.seconds else heuristic / self.seconds
+
+    def arrays(self) -> dict[str, str]:
+        """The arrays of the call by name, without the name of the problem they are in."""
+        return {name.removeprefix("problem."): text for name, text in self.call.get("arrays", {}).items()}
+
+    def shape(self) -> str:
+        """The call in a few words: `2x~2048x4x64x64 g float32`; `~` marks a length that stands for its bucket."""
+        arrays = self.arrays()
+        found = {name: _QUERY.match(text) for name, text in arrays.items()}
+        query, value = found.get("query"), found.get("value")
+        if query is None or value is None:
+            return ", ".join(arrays.values())
+        sizes = [*query[2].split(","), value[2].split(",")[-1]]
+        extra = [name for name in arrays if name not in ("query", "key", "value")]
+        return " ".join(["x".join(sizes), *(["+".join(extra)] if extra else []), query[1]])
+
+    def config(self) -> str:
+        """The configuration in a few words, `xla chunked block_q=64`; fields that say nothing are left out."""
+        said = {name: value for name, value in self.fields.items() if value not in (None, "any", "auto")}
+        ordered = sorted(said.items(), key=lambda item: (not isinstance(item[1], str), item[0] != "platform"))
+        return " ".join(value if isinstance(value, str) else f"{name}={value}" for name, value in ordered)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything that is known."""
+        return {
+            "id": self.id,
+            "operation": name_of(self.op_id),
+            "level": self.level,
+            "config": dict(self.fields),
+            "seconds": self.seconds,
+            "usable_here": self.here,
+            "call": self.call,
+            "record": dict(self.record),
+        }
+
+
+def stored_entries(folder: Path, op_ids: Sequence[str] = ()) -> list[Entry]:
+    """What is on disk, by operation and key."""
+    present = environment(default_device())
+    found: list[Entry] = []
+    if not folder.is_dir():
+        return found
+    for sub in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if op_ids and sub.name not in op_ids:
+            continue
+        for key, fields, record in PersistentCache(sub.name, folder).entries():
+            found.append(Entry(key, "disk", fields, record, _same(key, present)))
+    return found
+
+
+def shipped_entries(op_ids: Sequence[str] = ()) -> list[Entry]:
+    """What comes with the package for this device and its relatives; versions do not matter for these."""
+    found: dict[str, Entry] = {}
+    for name in relatives(device_name(device_kind(default_device()))):
+        file = FOLDER / f"{name}.json"
+        for key, fields, record in read(file) if file.is_file() else ():
+            entry = Entry(key, "shipped", fields, {**record, "shipped_for": name}, True)
+            if not op_ids or entry.op_id in op_ids:
+                found.setdefault(key, entry)
+    return list(found.values())
+
+
+def recorded_choices(file: Path) -> list[dict[str, Any]]:
+    """The choices in the file that a run's `report().save(file)` wrote."""
+    from ejkernel.ops.recording import load
+
+    try:
+        return load(file)
+    except OSError as problem:
+        wrong_use(f"{file} cannot be read: {problem.strerror}.")
+    except ValueError as problem:
+        fail(f"{file} is not a recorded run: {problem}. Write one with ejkernel.ops.report().save(file).")
+
+
+def recorded_entries(file: Path, op_ids: Sequence[str] = ()) -> list[Entry]:
+    """What a run picked."""
+    present = environment(default_device())
+    choices = recorded_choices(file)
+    entries = [Entry(c["key"], c["level"], c["config"], c["record"], _same(c["key"], present)) for c in choices]
+    return [entry for entry in entries if not op_ids or entry.op_id in op_ids]
+
+
+def _same(key: str, present: Mapping[str, str]) -> bool:
+    try:
+        stored = json.loads(key).get("environment", {})
+    except (ValueError, AttributeError):
+        return False
+    return all(stored.get(name) == value for name, value in present.items())

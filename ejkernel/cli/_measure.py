@@ -1,0 +1,126 @@
+"""Times, errors and floors of calls, as records: what `bench` tables, plots and JSON are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from ejkernel.cli._accuracy import Judge
+from ejkernel.cli._contenders import OURS, Contender, fetched
+from ejkernel.cli._operations import Operation
+from ejkernel.ops.collecting import collecting
+from ejkernel.ops.invocation import Invocation
+from ejkernel.testing.floors import floor
+from ejkernel.testing.shapes import Shape
+from ejkernel.testing.timing import best_time
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One contender on one call in one direction.
+
+    Attributes:
+        operation: its name.
+        shape: the call, as `Shape` writes it.
+        tokens: T.
+        direction: "forward" or "forward+backward".
+        contender: who.
+        seconds: of one call; None where it did not run.
+        output_error, gradient_error: relative RMS against float64; None where not compared.
+        floor_seconds: what no implementation can beat on this device.
+        bound: what sets the floor: "bytes" or "operations".
+        reason: why it did not run; "" where it did.
+        config: what ours chose to run.
+    """
+
+    operation: str
+    shape: str
+    tokens: int
+    direction: str
+    contender: str
+    seconds: float | None
+    output_error: float | None
+    gradient_error: float | None
+    floor_seconds: float
+    bound: str
+    reason: str = ""
+    config: str = ""
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is this library."""
+        return self.contender.split()[0] == OURS
+
+    @property
+    def distance(self) -> float | None:
+        """How many times the floor it takes."""
+        return None if self.seconds is None else self.seconds / self.floor_seconds
+
+    @property
+    def family(self) -> tuple[str, str]:
+        """The operation and the shape without its length: measurements that belong in one plot."""
+        shape = Shape.parse(self.shape)
+        return self.operation, str(dataclasses.replace(shape, time=0)).replace("x0x", "xTx", 1)
+
+
+def measure(
+    op: Operation, shape: Shape, directions: Sequence[str], who: Sequence[Contender], seconds: float, errors: bool
+) -> Iterator[tuple[str, Callable[[], Measured]]]:
+    """One step per direction and contender: what it is, and the function that does it."""
+    arrays, cotangent = shape.arrays(), shape.cotangent()
+    judges: list[Judge] = []
+
+    def judge() -> Judge:
+        if not judges:
+            judges.append(Judge(op, shape, arrays, cotangent, "forward+backward" in directions))
+        return judges[0]
+
+    for direction in directions:
+        for contender in who:
+            step = lambda d=direction, c=contender: _one(op, shape, d, c, arrays, cotangent, seconds, judge if errors else None)
+            yield f"{op.name} T={shape.time} {direction} {contender.name}", step
+
+
+def _one(
+    op: Operation,
+    shape: Shape,
+    direction: str,
+    contender: Contender,
+    arrays: dict[str, jax.Array],
+    cotangent: jax.Array,
+    seconds: float,
+    judge: Callable[[], Judge] | None,
+) -> Measured:
+    least = floor(shape, direction, op.linear)
+    known = (op.name, str(shape), shape.time, direction, contender.name)
+    if contender.absent is not None:
+        return Measured(*known, None, None, None, least.seconds, least.bound, contender.absent)
+    output_error = gradient_error = None
+    try:
+        run = contender.prepare(direction, arrays)
+        if judge is not None:
+            output_error, gradient_error = judge().errors(*fetched(run(judge().cotangent), direction))
+        contender.wait(run(cotangent))
+        took = best_time(lambda: run(cotangent), contender.wait, seconds=seconds)
+        config = str(_config(op, shape)) if contender.name == OURS else ""
+    except Exception as problem:  # one that cannot run this call, or runs out of memory, must not take the others with it
+        reason = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"[:300]
+        return Measured(*known, None, None, None, least.seconds, least.bound, reason)
+    return Measured(*known, took, output_error, gradient_error, least.seconds, least.bound, config=config)
+
+
+def invocations(op: Operation, shape: Shape, platform: str | None = None) -> list[Invocation]:
+    """The calls that the executor sees when an operation is called with a shape; nothing is computed."""
+    with collecting() as calls:
+        jax.eval_shape(lambda arrays: op.function(**arrays, platform=platform), shape.abstract())
+    return [inv for _, inv in calls.found.values()]
+
+
+def _config(op: Operation, shape: Shape) -> Any:
+    from ejkernel.modules.base import default_executor
+
+    (inv,) = invocations(op, shape)
+    return default_executor().chooser.choose(inv).config

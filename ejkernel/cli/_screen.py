@@ -1,0 +1,144 @@
+"""What every command shows things with: tables that fit the terminal, JSON, errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+INTERRUPTED = 130  # the exit code of a command that was stopped by Ctrl-C
+
+
+def screen() -> Console:
+    """Standard output, as wide as the terminal (or `COLUMNS`); 80 where it is neither."""
+    return Console(highlight=False)
+
+
+def side() -> Console:
+    """Standard error: progress, warnings, errors."""
+    return Console(stderr=True, highlight=False)
+
+
+def print_json(content: Any) -> None:
+    """One JSON document on standard output. Numbers that JSON does not have are written as null."""
+    typer.echo(json.dumps(_finite(content), indent=1, allow_nan=False))
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {str(name): _finite(value) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """Says what went wrong and what to do on standard error, and exits."""
+    side().print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def wrong_use(message: str) -> NoReturn:
+    """Says what is legal, and exits with 2."""
+    fail(message, code=2)
+
+
+def table(columns: Sequence[str], title: str | None = None) -> Table:
+    """An empty table.
+
+    Args:
+        columns: headers. One that starts with ">" is right-aligned; "!" keeps its cells in one line.
+    """
+    made = Table(
+        box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for column in columns:
+        header = str(column)
+        flags = header[: len(header) - len(header.lstrip(">!"))]
+        made.add_column(header.lstrip(">!"), justify="right" if ">" in flags else "left", no_wrap="!" in flags, overflow="fold")
+    return made
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
+    """A bar on standard error where that is a terminal; gives a function `step(text, done=1)`."""
+    console = side()
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+
+        def step(text: str, done: float = 1) -> None:
+            room = max(12, console.width - 45)
+            bar.update(task, description=f"{what} {text}"[:room], advance=done)
+
+        yield step
+
+
+def duration(seconds: float | None) -> str:
+    """A time with three digits and its unit; "-" where there is none.
+
+    >>> [duration(s) for s in (None, 1.5e-6, 0.0123, 2.0)]
+    ['-', '1.50 us', '12.3 ms', '2.00 s']
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{_three(seconds / size)} {unit}"
+    return f"{_three(seconds / 1e-6)} us"
+
+
+def ratio(value: float | None) -> str:
+    """How many times, with two or three digits.
+
+    >>> [ratio(x) for x in (None, 0.5, 3.14159, 27.3, 1234.0)]
+    ['-', '0.50x', '3.14x', '27.3x', '1234x']
+    """
+    return "-" if value is None or not math.isfinite(value) else f"{_three(value)}x"
+
+
+def small(value: float | None) -> str:
+    """An error as text.
+
+    >>> small(1.8e-7), small(None), small(float("inf"))
+    ('1.8e-07', '-', 'inf')
+    """
+    return "-" if value is None else f"{value:.1e}" if math.isfinite(value) else "inf"
+
+
+def count(number: int, thing: str) -> str:
+    """How many of a thing.
+
+    >>> count(1, "case"), count(3, "case")
+    ('1 case', '3 cases')
+    """
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _three(value: float) -> str:
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if 0.1 <= value < 1000 else f"{value:.0f}" if value else "0"
+
+
+def show_warnings() -> None:
+    """Warnings from now on in one line each on standard error, without the source line that gave them."""
+
+    def show(message: Any, category: type[Warning], *_: Any, **__: Any) -> None:
+        side().print(Text.assemble(("warning: ", "bold yellow"), str(message)), soft_wrap=True)
+
+    warnings.showwarning = show
+
+
+def interactive() -> bool:
+    """Whether somebody can answer a question."""
+    return sys.stdin is not None and sys.stdin.isatty()

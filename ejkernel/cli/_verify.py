@@ -1,0 +1,196 @@
+"""`ejkernel verify`: every implementation on this machine against float64."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from ejkernel.cli import _checks, _options
+from ejkernel.cli._checks import Check, Outcome
+from ejkernel.cli._operations import (
+    Operation,
+    chosen_dtypes,
+    chosen_operations,
+    chosen_platforms,
+    load_modules,
+    unavailable,
+)
+from ejkernel.cli._screen import INTERRUPTED, count, fail, print_json, progress, screen, side, small, table, wrong_use
+from ejkernel.kernels._registry import kernel_registry
+
+_SHOWN = 20  # failures that are listed; --json has all
+
+
+def verify(
+    op: _options.Ops = None,
+    platform: _options.Platforms = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help=f"Only cases in this dtype: {', '.join(_checks.DTYPES)}.")
+    ] = None,
+    case: Annotated[str, typer.Option(metavar="TEXT", help="Only cases whose name contains this.")] = "",
+    candidates: Annotated[
+        bool,
+        typer.Option("--candidates", help="Every configuration that tuning may choose, not only the one that runs untuned."),
+    ] = False,
+    no_gradients: Annotated[bool, typer.Option("--no-gradients", help="Outputs only; compiles much faster.")] = False,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
+    load: _options.Load = None,
+    as_json: _options.Json = False,
+) -> None:
+    """Check every implementation here against the float64 reference.
+
+    Each runs the shared cases of ejkernel.testing: all gates and masks, packed, reversed, odd sizes, 16-bit dtypes; outputs and
+    gradients. Errors are relative RMS. A case that an implementation refuses counts as refused, not as passed. Exits with 1
+    when a case fails or nothing could be verified.
+
+    \b
+    Examples:
+      ejkernel verify
+      ejkernel verify --op gla_attention --dtype bfloat16 --no-gradients
+      ejkernel verify --load my_kernels --op recurrent_attention --platform pallas
+    """
+    load_modules(load)
+    operations, platforms = chosen_operations(op), [name for name in chosen_platforms(platform) if name != "auto"]
+    checks = _plan(operations, platforms, chosen_dtypes(dtype, _checks.DTYPES), case)
+    absent = {one.name: unavailable(one.op_id, platforms) for one in operations}
+    if not checks:
+        if case:
+            wrong_use(f"no shared case of {', '.join(one.name for one in operations)} has {case!r} in its name and that dtype.")
+        reasons = "; ".join(f"{name} on {where}: {why}" for name, each in absent.items() for where, why in each.items())
+        fail(f"nothing can be verified here. {reasons}.")
+    outcomes, interrupted = _run(checks, not no_gradients, candidates, fail_fast)
+    if as_json:
+        print_json(_as_json(outcomes, absent))
+    else:
+        _show(outcomes, absent, stopped=fail_fast)
+    if interrupted:
+        side().print("interrupted: not every case was run")
+        raise typer.Exit(INTERRUPTED)
+    ran = [outcome for outcome in outcomes if outcome.status != "refused"]
+    raise typer.Exit(1 if not ran or any(outcome.status == "failed" for outcome in ran) else 0)
+
+
+def _plan(operations: Sequence[Operation], platforms: Sequence[str], dtypes: Sequence[str], text: str) -> list[Check]:
+    return [
+        Check(op, entry, case)
+        for op in operations
+        for entry in kernel_registry.list_implementations(op.op_id)
+        if (not platforms or entry.platform in platforms) and kernel_registry.refusal(entry) is None
+        for case in _checks.cases_of(op)
+        if text in case.name and (not dtypes or case.dtype in dtypes)
+    ]
+
+
+def _run(checks: Sequence[Check], gradients: bool, candidates: bool, fail_fast: bool) -> tuple[list[Outcome], bool]:
+    """What was found, and whether it was interrupted before the end."""
+    outcomes: list[Outcome] = []
+    with progress("verifying", len(checks)) as step:
+        for check in checks:
+            step(f"{check.op.name} {check.entry.platform} {check.case}", 0)
+            try:
+                outcomes += _checks.run_check(check, gradients, candidates)
+            except KeyboardInterrupt:
+                return outcomes, True
+            step("")
+            if fail_fast and outcomes[-1].status == "failed":
+                break
+    return outcomes, False
+
+
+def _grouped(outcomes: Sequence[Outcome]) -> dict[tuple[str, str, str], list[Outcome]]:
+    groups: dict[tuple[str, str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(outcome.check.group, []).append(outcome)
+    return groups
+
+
+def _row(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What one line of the table says."""
+    counts = Counter(outcome.status for outcome in outcomes)
+    measured = [outcome for outcome in outcomes if outcome.errors]
+    largest = lambda values: max((w.error for o in measured if (w := o.worst(values))), default=None)
+    worst = max(measured, key=lambda outcome: outcome.closeness, default=None)
+    name, platform, dtype = outcomes[0].check.group
+    value_limit, gradient_limit = outcomes[0].check.case.tolerance
+    return {
+        "operation": name,
+        "platform": platform,
+        "dtype": dtype,
+        **{status: counts[status] for status in ("passed", "refused", "failed")},
+        "output_error": largest(True),
+        "output_limit": value_limit,
+        "gradient_error": largest(False),
+        "gradient_limit": gradient_limit,
+        "worst_case": None if worst is None else worst.check.case.name,
+    }
+
+
+def _as_json(outcomes: Sequence[Outcome], absent: dict[str, dict[str, str]]) -> dict[str, Any]:
+    def one(outcome: Outcome) -> dict[str, Any]:
+        name, platform, dtype = outcome.check.group
+        return {
+            "operation": name,
+            "platform": platform,
+            "dtype": dtype,
+            "case": outcome.check.case.name,
+            "config": outcome.config,
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "errors": {name: {"error": entry.error, "limit": entry.limit} for name, entry in outcome.errors.items()},
+        }
+
+    return {
+        "good": all(outcome.status != "failed" for outcome in outcomes),
+        "summary": [_row(group) for group in _grouped(outcomes).values()],
+        "cases": [one(outcome) for outcome in outcomes],
+        "not_here": absent,
+    }
+
+
+def _show(outcomes: Sequence[Outcome], absent: dict[str, dict[str, str]], stopped: bool) -> None:
+    console = screen()
+    shown = table(["!operation", "!platform", "!dtype", "!>pass", "!>refuse", "!>fail", "!>output", "!>grads", "worst case"])
+    before: tuple[str, str] = ("", "")
+    for group in _grouped(outcomes).values():
+        row = _row(group)
+        here = (row["operation"], row["platform"])
+        names = here if here != before else ("", "")
+        before = here
+        failed = Text(str(row["failed"]), "bold red" if row["failed"] else "green")
+        errors = [
+            Text(small(row[f"{kind}_error"]), "red" if (row[f"{kind}_error"] or 0) > row[f"{kind}_limit"] else "")
+            for kind in ("output", "gradient")
+        ]
+        shown.add_row(*names, row["dtype"], str(row["passed"]), str(row["refused"]), failed, *errors, row["worst_case"] or "-")
+    console.print(shown)
+    _list_reasons(console, outcomes, absent)
+    failures = [outcome for outcome in outcomes if outcome.status == "failed"]
+    total = Counter(outcome.status for outcome in outcomes)
+    counts = f"{total['passed']} passed, {total['refused']} refused, {total['failed']} failed"
+    style = "bold red" if failures else "bold green"
+    console.print(Text(counts + (" (stopped at the first failure)" if failures and stopped else ""), style))
+
+
+def _list_reasons(console: Any, outcomes: Sequence[Outcome], absent: dict[str, dict[str, str]]) -> None:
+    failures = [outcome for outcome in outcomes if outcome.status == "failed"]
+    for outcome in failures[:_SHOWN]:
+        name, platform, _ = outcome.check.group
+        config = f" with {outcome.config}" if outcome.config else ""
+        where = f"{name} {platform} {outcome.check.case}{config}: "
+        console.print(Text.assemble(("FAILED ", "bold red"), where, outcome.reason))
+    if len(failures) > _SHOWN:
+        console.print(f"... and {len(failures) - _SHOWN} more; --json lists all.")
+    refused = Counter((*outcome.check.group[:2], outcome.reason) for outcome in outcomes if outcome.status == "refused")
+    for (name, platform, reason), number in refused.items():
+        console.print(Text.assemble(("refused ", "yellow"), f"{name} {platform}: {count(number, 'case')}: {reason}"))
+    by_reason: dict[str, list[str]] = {}
+    for name, each in absent.items():
+        for where, why in each.items():
+            by_reason.setdefault(f"{where}: {why}", []).append(name)
+    for reason, names in by_reason.items():
+        if "not written" not in reason:
+            console.print(Text.assemble(("not here ", "yellow"), f"{reason} ({', '.join(names)})"))
