@@ -31,7 +31,7 @@ test: lint typecheck docs
 	$(BIN)/python -m pytest -n 2
 
 demo: setup
-	$(BIN)/ejkernel bench --summary --lengths 256,1024,4096 --seconds 0.5 --plot demo.png
+	$(BIN)/ejkernel bench --summary --lengths 256,1024,4096 --seconds 0.3 --plot demo.png
 
 # On a machine with a GPU, with the Python that has its CUDA plugin: make test-gpu PYTHON=python3
 test-gpu:

@@ -14,7 +14,15 @@ import typer
 from ejkernel.cli import _bench_tables, _options
 from ejkernel.cli._contenders import chosen_rivals, contenders
 from ejkernel.cli._measure import Measured, measure
-from ejkernel.cli._operations import Operation, chosen_dtypes, chosen_gates, chosen_operations, chosen_platforms, words
+from ejkernel.cli._operations import (
+    OPERATIONS,
+    Operation,
+    chosen_dtypes,
+    chosen_gates,
+    chosen_operations,
+    chosen_platforms,
+    words,
+)
 from ejkernel.cli._screen import INTERRUPTED, fail, print_json, progress, screen, side, wrong_use
 from ejkernel.testing.shapes import Shape
 from ejkernel.testing.timing import DIRECTIONS
@@ -82,6 +90,7 @@ def bench(
         operations, platforms, rivals = chosen_operations(op), chosen_platforms(platform), chosen_rivals(words(compare))
         calls = _calls(operations, shapes, lengths, gates, dtype)
         measured, interrupted = _run(calls, directions, platforms, rivals, seconds, not no_error)
+        measured = _with_best_floors(measured)
         about = _about({call.dtype for _, call in calls})
     content = {"format": FORMAT, "about": about, "measurements": [dataclasses.asdict(one) for one in measured]}
     if save is not None:
@@ -158,6 +167,19 @@ def _run(
                     return measured, True
                 step(what)
     return measured, False
+
+
+def _with_best_floors(measured: Sequence[Measured]) -> list[Measured]:
+    """The same with floors from the best rates that the device showed before and after."""
+    from ejkernel.testing.floors import floor, refresh
+
+    refresh()
+    linear = {op.name: op.linear for op in OPERATIONS}
+    floors = [floor(Shape.parse(one.shape), one.direction, linear[one.operation]) for one in measured]
+    return [
+        dataclasses.replace(one, floor_seconds=least.seconds, bound=least.bound)
+        for one, least in zip(measured, floors, strict=True)
+    ]
 
 
 def _about(dtypes: set[str]) -> dict[str, Any]:

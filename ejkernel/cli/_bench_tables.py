@@ -19,9 +19,9 @@ def show(console: Console, measured: Sequence[Measured], about: dict[str, Any], 
     """Prints a table per operation, shape and direction, then one line per operation."""
     where = about["environment"]
     console.print(f"{where['device']}, jax {where['jax']}, ejkernel {where['ejkernel']}, {about['time'][:10]}")
-    rates = ", ".join(f"{rate / 1e9:.3g} GFLOP/s in {dtype}" for dtype, rate in about["operations_per_second"].items())
-    console.print("time: best of several calls; error: relative RMS against float64, last 256 tokens")
-    console.print(f"floor: bytes over the rate of a copy of that size, or operations over {rates}, measured here")
+    rates = ", ".join(f"{rate / 1e9:.3g} GFLOP/s ({dtype})" for dtype, rate in about["operations_per_second"].items())
+    console.print("time: best of several calls; error: relative RMS against float64")
+    console.print(f"floor: bytes at a copy's rate or operations at {rates}, measured")
     if not summary_only:
         for family, direction in dict.fromkeys((one.family, one.direction) for one in measured):
             rows = [one for one in measured if (one.family, one.direction) == (family, direction)]

@@ -30,9 +30,9 @@ def draw(measured: Sequence[Measured], file: Path, title: str) -> Path:
         raise ValueError("there is nothing to plot: no measurement succeeded")
     families = list(dict.fromkeys(one.family for one in ran))
     directions = [direction for direction in DIRECTIONS if any(one.direction == direction for one in ran)]
-    figure, grid = pyplot.subplots(
-        len(families), len(directions) + 1, figsize=(4.3 * (len(directions) + 1), 3.1 * len(families) + 0.6), squeeze=False
-    )
+    columns = len(directions) + 1
+    size = (4.3 * columns, 3.1 * len(families) + 0.6)
+    figure, grid = pyplot.subplots(len(families), columns, figsize=size, squeeze=False, layout="constrained")
     colours = _colours(ran)
     for row, family in zip(grid, families, strict=True):
         mine = [one for one in ran if one.family == family]
@@ -43,7 +43,6 @@ def draw(measured: Sequence[Measured], file: Path, title: str) -> Path:
         _distances(row[-1], mine, colours, directions)
         row[-1].set_title(f"{family[0]}, distance to the floor", fontsize=10)
     figure.suptitle(title, fontsize=11)
-    figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
@@ -77,14 +76,10 @@ def _distances(axes: Any, mine: Sequence[Measured], colours: dict[str, str], dir
             )
             if line:
                 style = "--" if direction == "forward" and len(directions) > 1 else "-"
-                axes.plot(
-                    *zip(*line, strict=True),
-                    linestyle=style,
-                    marker="o",
-                    markersize=4,
-                    color=colours[name],
-                    label=f"{name}, {direction}",
-                )
+                axes.plot(*zip(*line, strict=True), linestyle=style, marker="o", markersize=4, color=colours[name])
+    if len(directions) > 1:
+        axes.plot([], [], linestyle="--", color="black", label="forward")
+        axes.plot([], [], linestyle="-", color="black", label="forward+backward")
     axes.axhline(1, linestyle=":", color=_FLOOR, label="floor")
     axes.set_ylabel("times the floor")
     _finish(axes, mine)

@@ -43,7 +43,9 @@ def compile_for(function: Callable[..., Any], *arguments: Any) -> Callable[..., 
 def best_time(
     call: Callable[[], Any], wait: Callable[[Any], Any] = jax.block_until_ready, *, seconds: float = 2.0, rounds: int = 30
 ) -> float:
-    """Seconds of one call that was made before: the best of up to `rounds` samples within about `seconds`, at least three.
+    """Seconds of one call that was made before: the best of up to `rounds` samples within about `seconds`.
+
+    At least three samples, two of calls that take longer than all of `seconds`.
 
     The best, not the mean: on a shared machine other work only ever adds time. Short calls are made several in a row, so
     that the time of an accelerator's kernel counts and not that of waiting for it.
@@ -56,9 +58,9 @@ def best_time(
     wait(call())
     once = max(time.perf_counter() - start, 1e-7)
     calls = min(_MOST_CALLS, max(1, math.ceil(_SHORTEST_SAMPLE / once)))
-    samples: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(samples) < 3 or (len(samples) < rounds and time.perf_counter() < end):
+    samples, least = ([once], 2) if once > seconds else ([], 3)
+    end = start + seconds
+    while len(samples) < least or (len(samples) < rounds and time.perf_counter() < end):
         start = time.perf_counter()
         for _ in range(calls):
             result = call()
