@@ -1,5 +1,11 @@
-"""Doctests are collected from the whole package; where there is no Triton, its platform cannot be imported."""
+"""Doctests are collected from the whole package; what needs a library that is not there is left out."""
 
 import importlib.util
 
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["ejkernel/kernels/_triton/*"]
+
+def _there(*names: str) -> bool:
+    return all(importlib.util.find_spec(name) for name in names)
+
+
+collect_ignore_glob = [] if _there("triton") else ["ejkernel/kernels/_triton/*"]
+collect_ignore_glob += [] if _there("typer", "rich") else ["ejkernel/cli/_*", "tests/cli/*"]

@@ -80,6 +80,8 @@ def bench(
         wrong_use('--plot needs matplotlib: pip install "ejkernel[plot]", or in a checkout: pip install ".[plot]".')
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         wrong_use(f"--plot must name a .png, .svg or .pdf file; got {str(plot)!r}.")
+    if not seconds > 0:
+        wrong_use(f"--seconds must be positive; got {seconds:g}.")
     if from_file is not None:
         if op or shapes or lengths:
             wrong_use("--from shows what was measured before; it does not go together with --op, --shapes or --lengths.")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ejkernel.cli import _options
-from ejkernel.cli._entries import Entry, recorded_entries, shipped_entries, stored_entries
+from ejkernel.cli._entries import Entry, check_writable, recorded_entries, shipped_entries, stored_entries
 from ejkernel.cli._operations import OPERATIONS, name_of, words
 from ejkernel.cli._screen import count, duration, fail, interactive, print_json, ratio, screen, table, wrong_use
 from ejkernel.ops.config import exchange
@@ -147,14 +147,10 @@ def import_(
       ejkernel cache import a100.json h100.json
     """
     folder = _folder(cache_dir)
-    texts = [_text(file) for file in files]
-    target = PersistentCache(OPERATIONS[0].op_id, folder)
-    merged = exchange.merge(*texts)
-    before = len(stored_entries(folder))
-    taken = exchange.loads(merged, target)
-    offered, after = len(exchange.parse(merged)), len(stored_entries(folder))
-    if after < before + taken and after < offered:
-        fail(f"{folder} does not hold what was to be written: {offered} offered, {after} there.")
+    merged = exchange.merge(*(_text(file) for file in files))
+    check_writable(folder, "nothing would be imported")
+    taken = exchange.loads(merged, PersistentCache(OPERATIONS[0].op_id, folder))
+    offered = len(exchange.parse(merged))
     if as_json:
         print_json({"folder": str(folder), "offered": offered, "imported": taken})
     else:

@@ -6,8 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import tempfile
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -97,7 +95,7 @@ def _operations() -> dict[str, dict[str, str | None]]:
 
 
 def _cache() -> dict[str, Any]:
-    from ejkernel.cli._entries import stored_entries
+    from ejkernel.cli._entries import stored_entries, writable
     from ejkernel.ops.config.persistent import VARIABLE, cache_folder
 
     folder = cache_folder()
@@ -110,18 +108,6 @@ def _cache() -> dict[str, Any]:
         "entries": len(entries),
         "entries_for_this_device": sum(entry.here for entry in entries),
     }
-
-
-def writable(folder: Path) -> bool:
-    """Whether a file can be made in a folder, or in the nearest one above that exists."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        return False
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            return True
-    except OSError:
-        return False
 
 
 def _policy() -> dict[str, Any]:
@@ -151,7 +137,7 @@ def _show(found: dict[str, Any]) -> None:
     if found["operations"]:
         console.print(matrix)
     for problem in found["problems"]:
-        console.print(Text.assemble(("problem: ", "bold red"), problem), soft_wrap=True)
+        console.print(Text.assemble(("problem: ", "bold red"), problem))
     if not found["problems"]:
         console.print("Every operation runs here. `ejkernel verify` checks that it is right.")
 

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from ejkernel.cli._operations import name_of
 from ejkernel.cli._screen import fail, wrong_use
 from ejkernel.ops.config.exchange import read
-from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.persistent import VARIABLE, PersistentCache
 from ejkernel.ops.config.shipped import FOLDER, device_name, relatives
 from ejkernel.ops.key import default_device, device_kind, environment
 
@@ -152,3 +153,21 @@ def _same(key: str, present: Mapping[str, str]) -> bool:
     except (ValueError, AttributeError):
         return False
     return all(stored.get(name) == value for name, value in present.items())
+
+
+def writable(folder: Path) -> bool:
+    """Whether a file can be made in a folder, or in the nearest one above that exists."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        return False
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return True
+    except OSError:
+        return False
+
+
+def check_writable(folder: Path, otherwise: str) -> None:
+    """Exits unless the cache can be written to, before any work is done for it."""
+    if not writable(folder):
+        fail(f"{folder} cannot be written to, so {otherwise}. Name another with --cache-dir or {VARIABLE}.")

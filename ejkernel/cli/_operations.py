@@ -60,6 +60,8 @@ class Operation:
             shape = Shape.parse(text, self.gates if gates is None else gates, dtype)
         except ValueError as problem:
             wrong_use(str(problem))
+        if shape.dtype == "float64" and jax.dtypes.canonicalize_dtype("float64").itemsize != 8:
+            wrong_use(f"float64 needs 64-bit numbers in JAX: set JAX_ENABLE_X64=1; got {text!r}.")
         wrong = [gate for gate in shape.gates if gate not in self.legal_gates]
         if wrong:
             legal = ", ".join(self.legal_gates) or "no gates"

@@ -66,7 +66,9 @@ def table(columns: Sequence[str], title: str | None = None) -> Table:
     for column in columns:
         header = str(column)
         flags = header[: len(header) - len(header.lstrip(">!"))]
-        made.add_column(header.lstrip(">!"), justify="right" if ">" in flags else "left", no_wrap="!" in flags, overflow="fold")
+        name = column.lstrip(">!")
+        justify: Any = "right" if ">" in flags else "left"
+        made.add_column(name, justify=justify, no_wrap="!" in flags, min_width=len(name), overflow="fold")
     return made
 
 
@@ -103,7 +105,7 @@ def ratio(value: float | None) -> str:
     """How many times, with two or three digits.
 
     >>> [ratio(x) for x in (None, 0.5, 3.14159, 27.3, 1234.0)]
-    ['-', '0.50x', '3.14x', '27.3x', '1234x']
+    ['-', '0.500x', '3.14x', '27.3x', '1234x']
     """
     return "-" if value is None or not math.isfinite(value) else f"{_three(value)}x"
 

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from ejkernel.cli import _options
-from ejkernel.cli._entries import Entry
+from ejkernel.cli._entries import Entry, check_writable
 from ejkernel.cli._measure import invocations
 from ejkernel.cli._operations import (
     OPERATIONS,
@@ -27,7 +27,7 @@ from ejkernel.cli._operations import (
 from ejkernel.cli._screen import INTERRUPTED, duration, fail, print_json, progress, ratio, screen, side, table, wrong_use
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.codec import to_fields
-from ejkernel.ops.config.persistent import VARIABLE, PersistentCache, cache_folder
+from ejkernel.ops.config.persistent import PersistentCache, cache_folder
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import Choice, ConfigSelectorChain, Level
 from ejkernel.ops.invocation import Invocation
@@ -88,7 +88,7 @@ def tune(
     \b
     Examples:
       ejkernel tune --op gla_attention --shapes 2x2048x4x64x64:g4
-      ejkernel tune --op recurrent_attention --shapes 8x4096x16x128:gk:bfloat16,8x1x16x128:gk:bfloat16
+      ejkernel tune --op gla_attention --dtype bfloat16 --shapes 8x4096x16x128
       ejkernel tune --file shapes.txt
       ejkernel tune --recorded run.json
     """
@@ -122,11 +122,8 @@ def _tuner(iters: int, max_seconds: float) -> Tuner:
 
 
 def _folder(cache_dir: Path | None) -> Path:
-    from ejkernel.cli._doctor import writable
-
     folder = cache_folder() if cache_dir is None else cache_dir.expanduser()
-    if not writable(folder):
-        fail(f"{folder} cannot be written to, so nothing would be kept. Name another with --cache-dir or {VARIABLE}.")
+    check_writable(folder, "nothing would be kept")
     return folder
 
 

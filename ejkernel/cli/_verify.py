@@ -153,26 +153,30 @@ def _as_json(outcomes: Sequence[Outcome], absent: dict[str, dict[str, str]]) -> 
 
 def _show(outcomes: Sequence[Outcome], absent: dict[str, dict[str, str]], stopped: bool) -> None:
     console = screen()
-    shown = table(["!operation", "!platform", "!dtype", "!>pass", "!>refuse", "!>fail", "!>output", "!>grads", "worst case"])
-    before: tuple[str, str] = ("", "")
-    for group in _grouped(outcomes).values():
-        row = _row(group)
-        here = (row["operation"], row["platform"])
-        names = here if here != before else ("", "")
-        before = here
-        failed = Text(str(row["failed"]), "bold red" if row["failed"] else "green")
-        errors = [
-            Text(small(row[f"{kind}_error"]), "red" if (row[f"{kind}_error"] or 0) > row[f"{kind}_limit"] else "")
-            for kind in ("output", "gradient")
-        ]
-        shown.add_row(*names, row["dtype"], str(row["passed"]), str(row["refused"]), failed, *errors, row["worst_case"] or "-")
-    console.print(shown)
+    grouped = _grouped(outcomes)
+    for number, here in enumerate(dict.fromkeys(group[:2] for group in grouped)):
+        rows = [_row(group) for key, group in grouped.items() if key[:2] == here]
+        console.print(_shown(rows, title=" on ".join(here), header=number == 0))
     _list_reasons(console, outcomes, absent)
     failures = [outcome for outcome in outcomes if outcome.status == "failed"]
     total = Counter(outcome.status for outcome in outcomes)
     counts = f"{total['passed']} passed, {total['refused']} refused, {total['failed']} failed"
     style = "bold red" if failures else "bold green"
     console.print(Text(counts + (" (stopped at the first failure)" if failures and stopped else ""), style))
+
+
+def _shown(rows: Sequence[dict[str, Any]], title: str, header: bool) -> Any:
+    """One line per dtype; all tables have the same columns, so only the first needs a header."""
+    made = table(["!dtype", "!>pass", "!>refuse", "!>fail", "!>output", "!>gradients", "worst case"], title)
+    made.show_header = header
+    for row in rows:
+        errors = [
+            Text(small(row[f"{kind}_error"]), "red" if (row[f"{kind}_error"] or 0) > row[f"{kind}_limit"] else "")
+            for kind in ("output", "gradient")
+        ]
+        failed = Text(str(row["failed"]), "bold red" if row["failed"] else "green")
+        made.add_row(row["dtype"], str(row["passed"]), str(row["refused"]), failed, *errors, row["worst_case"] or "-")
+    return made
 
 
 def _list_reasons(console: Any, outcomes: Sequence[Outcome], absent: dict[str, dict[str, str]]) -> None:

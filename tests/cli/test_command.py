@@ -1,0 +1,102 @@
+"""The command as a whole: help, versions, what it needs, what it costs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import ejkernel
+
+COMMANDS = [
+    ("doctor",),
+    ("verify",),
+    ("bench",),
+    ("tune",),
+    *(("cache", name) for name in ("list", "show", "export", "import", "clear")),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_examples_and_json_and_fits(run, command):
+    shown = run(*command, "--help", code=0)
+    assert f"ejkernel {' '.join(command)}" in shown.out.partition("Examples:")[2]
+    assert "--json" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 80
+
+
+def test_the_commands_are_listed_whole(run):
+    shown = run("--help", code=0)
+    assert all(f"  {command[0]} " in shown.out for command in COMMANDS)
+    assert "..." not in shown.out.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize("arguments", [("--nothing",), ("doctor", "--nothing"), ("nothing",), ("cache", "nothing")])
+def test_wrong_usage_exits_with_2(run, arguments):
+    assert run(*arguments).code == 2
+
+
+def test_as_a_process():
+    made = subprocess.run([sys.executable, "-m", "ejkernel", "doctor", "--json"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    found = json.loads(made.stdout)
+    assert found["versions"]["ejkernel"] == ejkernel.__version__
+    assert found["device"]["backend"] == jax.default_backend()
+
+
+def test_without_the_extra_it_says_what_to_install():
+    script = "import sys; sys.modules['typer'] = None; import ejkernel.cli as cli; cli.main()"
+    hidden = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'typer' else f(n, *a); "
+    made = subprocess.run([sys.executable, "-c", hidden + script], capture_output=True, text=True)
+    assert made.returncode == 2
+    assert 'pip install "ejkernel[cli]"' in made.stderr
+    assert "typer" in made.stderr
+    assert "Traceback" not in made.stderr
+
+
+def test_the_library_imports_nothing_of_it():
+    script = (
+        "import sys, ejkernel, ejkernel.modules, ejkernel.ops\n"
+        "assert not {'typer', 'rich', 'matplotlib', 'ejkernel.cli', 'ejkernel.ops.recording'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_command_draws_nothing_before_it_is_asked():
+    script = "import sys, ejkernel.cli._app; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_version(run):
+    assert run("--version", code=0).out == f"ejkernel {ejkernel.__version__}\n"
+
+
+def test_doctor_shows_every_operation_and_platform(run):
+    shown = run("doctor", code=0)
+    for word in ("recurrent_attention", "gla_attention", "lightning_attention", "attention", "xla", "triton", "pallas", "cuda"):
+        assert word in shown.words
+    found = run("doctor", "--json", code=0).json
+    assert found["operations"]["attention"]["xla"] is None
+    assert found["operations"]["attention"]["pallas"] == "not written for this operation"
+    assert found["problems"] == []
+    assert found["cache"]["writable"] is True
+
+
+def test_doctor_counts_what_is_tuned(run, entry):
+    entry()
+    cache = run("doctor", "--json").json["cache"]
+    assert (cache["entries"], cache["entries_for_this_device"]) == (1, 0)
+
+
+def test_doctor_finds_a_policy_that_no_call_would_accept(run, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "sometimes")
+    assert "must be one of 'autotune', 'heuristics', 'error'" in run("doctor", code=1).words
+
+
+def test_doctor_says_when_nothing_can_be_stored(run, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file"))
+    assert "CANNOT BE WRITTEN" in run("doctor", code=0).words
