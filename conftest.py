@@ -8,4 +8,4 @@ def _there(*names: str) -> bool:
 
 
 collect_ignore_glob = [] if _there("triton") else ["ejkernel/kernels/_triton/*"]
-collect_ignore_glob += [] if _there("typer", "rich") else ["ejkernel/cli/_*", "tests/cli/*"]
+collect_ignore_glob += [] if _there("typer", "rich") else ["ejkernel/cli/_*", "tests/cli/test_*"]

@@ -17,8 +17,7 @@ def main() -> None:
     if missing:
         print(
             f"ejkernel: the command line needs {' and '.join(missing)}, which the library itself does not.\n"
-            f'Install the extra: pip install "ejkernel[cli]", or in a checkout: pip install ".[cli]" '
-            f"(and [plot] for bench --plot).",
+            f'Install the extra from the checkout of this library: pip install ".[cli]", or ".[cli,plot]" for pictures too.',
             file=sys.stderr,
         )
         raise SystemExit(2)

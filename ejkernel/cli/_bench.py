@@ -77,7 +77,7 @@ def bench(
       ejkernel bench --from run.json --plot run.svg
     """
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        wrong_use('--plot needs matplotlib: pip install "ejkernel[plot]", or in a checkout: pip install ".[plot]".')
+        wrong_use('--plot needs matplotlib: pip install matplotlib, or ".[cli,plot]" in the checkout of this library.')
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         wrong_use(f"--plot must name a .png, .svg or .pdf file; got {str(plot)!r}.")
     if not seconds > 0:

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from ejkernel.cli._app import app
 from ejkernel.ops import PersistentCache, notices, reporting
 
 KEY = '{"arrays":{"problem.query":"float32[1,~64,2,16]","problem.value":"float32[1,~64,2,16]"},"op":"%s","n":%d}'
@@ -29,6 +27,10 @@ class Result:
 
 @pytest.fixture
 def run(monkeypatch) -> Callable[..., Result]:
+    from typer.testing import CliRunner
+
+    from ejkernel.cli._app import app
+
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "dumb")
 

@@ -52,7 +52,7 @@ def test_without_the_extra_it_says_what_to_install():
     hidden = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'typer' else f(n, *a); "
     made = subprocess.run([sys.executable, "-c", hidden + script], capture_output=True, text=True)
     assert made.returncode == 2
-    assert 'pip install "ejkernel[cli]"' in made.stderr
+    assert 'pip install ".[cli]"' in made.stderr
     assert "typer" in made.stderr
     assert "Traceback" not in made.stderr
 

@@ -141,7 +141,7 @@ def test_wrong_names_say_what_is_legal(run, arguments, legal):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there the platform is available")
 def test_a_platform_that_is_not_here_says_why(run):
-    assert "this process computes on cpu" in run("verify", "--platform", "triton", "--op", "recurrent", code=1).words
+    assert "this process computes on cpu" in run("verify", "--platform", "cuda", "--op", "attention", code=1).words
 
 
 def test_an_interrupt_shows_what_was_found(run, register):
