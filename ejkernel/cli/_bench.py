@@ -23,7 +23,7 @@ from ejkernel.cli._operations import (
     chosen_platforms,
     words,
 )
-from ejkernel.cli._screen import INTERRUPTED, fail, print_json, progress, screen, side, wrong_use
+from ejkernel.cli._screen import INTERRUPTED, fail, json_text, print_json, progress, screen, side, wrong_use
 from ejkernel.testing.shapes import Shape
 from ejkernel.testing.timing import DIRECTIONS
 
@@ -71,17 +71,12 @@ def bench(
     \b
     Examples:
       ejkernel bench --op gla_attention
-      ejkernel bench --shapes 2x4096x4x64x64:gk --direction forward
+      ejkernel bench --op recurrent_attention --shapes 2x4096x4x64x64:gk+gv
       ejkernel bench --op attention --lengths 512,2048 --compare jax.nn
       ejkernel bench --save run.json --plot run.png
       ejkernel bench --from run.json --plot run.svg
     """
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        wrong_use('--plot needs matplotlib: pip install matplotlib, or ".[cli,plot]" in the checkout of this library.')
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        wrong_use(f"--plot must name a .png, .svg or .pdf file; got {str(plot)!r}.")
-    if not seconds > 0:
-        wrong_use(f"--seconds must be positive; got {seconds:g}.")
+    _check(plot, seconds)
     if from_file is not None:
         if op or shapes or lengths:
             wrong_use("--from shows what was measured before; it does not go together with --op, --shapes or --lengths.")
@@ -101,7 +96,7 @@ def bench(
     if as_json:
         print_json(content)
     else:
-        _bench_tables.show(screen(), measured, about, summary)
+        _bench_tables.show(screen(), measured, _headline(about), about["operations_per_second"], summary)
         for what, file in (("JSON", save), ("picture", drawn)):
             if file is not None:
                 screen().print(f"{what}: {file}", soft_wrap=True)
@@ -110,6 +105,15 @@ def bench(
         raise typer.Exit(INTERRUPTED)
     broken = [one for one in measured if one.ours and one.seconds is None]
     raise typer.Exit(1 if broken else 0)
+
+
+def _check(plot: Path | None, seconds: float) -> None:
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        wrong_use('--plot needs matplotlib: pip install matplotlib, or ".[cli,plot]" in the checkout of this library.')
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        wrong_use(f"--plot must name a .png, .svg or .pdf file; got {str(plot)!r}.")
+    if not seconds > 0:
+        wrong_use(f"--seconds must be positive; got {seconds:g}.")
 
 
 def _directions(text: str) -> tuple[str, ...]:
@@ -199,10 +203,15 @@ def _about(dtypes: set[str]) -> dict[str, Any]:
     }
 
 
+def _headline(about: dict[str, Any]) -> str:
+    where = about["environment"]
+    return f"ejkernel {where['ejkernel']}, jax {where['jax']}, {where['device']}, {about['time'][:10]}"
+
+
 def _write(file: Path, content: dict[str, Any]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        file.write_text(json_text(content) + "\n", encoding="utf-8")
     except OSError as problem:
         fail(f"{file} cannot be written: {problem.strerror}.")
 
@@ -212,7 +221,10 @@ def _read(file: Path) -> tuple[dict[str, Any], list[Measured]]:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content.get("format") != FORMAT:
             raise ValueError(f"expected format {FORMAT}")
-        return content["about"], [Measured(**one) for one in content["measurements"]]
+        about = content["about"]
+        if not isinstance(about["operations_per_second"], dict) or not _headline(about):
+            raise ValueError("it does not say where it was measured")
+        return about, [Measured(**one) for one in content["measurements"]]
     except OSError as problem:
         wrong_use(f"{file} cannot be read: {problem.strerror}.")
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
@@ -222,10 +234,7 @@ def _read(file: Path) -> tuple[dict[str, Any], list[Measured]]:
 def _draw(measured: Sequence[Measured], file: Path, about: dict[str, Any]) -> Path:
     from ejkernel.cli._plot import draw
 
-    where = about["environment"]
     try:
-        return draw(
-            measured, file, f"ejkernel {where['ejkernel']}, jax {where['jax']}, {where['device']}, {about['time'][:10]}"
-        )
+        return draw(measured, file, _headline(about))
     except (ValueError, OSError) as problem:
         fail(f"no picture: {problem}.")

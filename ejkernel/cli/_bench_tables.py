@@ -15,11 +15,15 @@ from ejkernel.cli._screen import duration, ratio, small, table
 _BASELINES = ("scan", "jax.nn")  # what people have without this library
 
 
-def show(console: Console, measured: Sequence[Measured], about: dict[str, Any], summary_only: bool) -> None:
-    """Prints a table per operation, shape and direction, then one line per operation."""
-    where = about["environment"]
-    console.print(f"{where['device']}, jax {where['jax']}, ejkernel {where['ejkernel']}, {about['time'][:10]}")
-    rates = ", ".join(f"{rate / 1e9:.3g} GFLOP/s ({dtype})" for dtype, rate in about["operations_per_second"].items())
+def show(console: Console, measured: Sequence[Measured], headline: str, peaks: dict[str, float], summary_only: bool) -> None:
+    """Prints a table per operation, shape and direction, then one line per operation.
+
+    Args:
+        headline: where and when it was measured.
+        peaks: operations per second by dtype.
+    """
+    console.print(headline)
+    rates = ", ".join(f"{rate / 1e9:.3g} GFLOP/s ({dtype})" for dtype, rate in peaks.items())
     console.print("time: best of several calls; error: relative RMS against float64")
     console.print(f"floor: bytes at a copy's rate or operations at {rates}, measured")
     if not summary_only:
@@ -37,11 +41,11 @@ def show(console: Console, measured: Sequence[Measured], about: dict[str, Any], 
 def _details(rows: Sequence[Measured], title: str) -> Any:
     error = "!>error" if rows[0].direction == "forward" else "!>worst grad"
     made = table(["!>T", "!implementation", "!>time", "!>x ours", "!>floor", "!>x floor", error], title)
-    before = None
+    before, first_of_ours = None, _first_of_ours(rows)
     for one in rows:
         first = one.tokens != before
         before = one.tokens
-        ours = _seconds(rows, one.tokens, OURS)
+        ours = _seconds(rows, one.tokens, first_of_ours)
         against = None if ours is None or one.seconds is None or one.ours else one.seconds / ours
         value = one.output_error if one.direction == "forward" else one.gradient_error
         made.add_row(
@@ -54,6 +58,11 @@ def _details(rows: Sequence[Measured], title: str) -> Any:
             small(value),
         )
     return made
+
+
+def _first_of_ours(rows: Sequence[Measured]) -> str:
+    """What others are compared with: ours on the platform that was named first."""
+    return next((one.contender for one in rows if one.ours), OURS)
 
 
 def _seconds(rows: Sequence[Measured], tokens: int, contender: str) -> float | None:
@@ -77,7 +86,7 @@ def _summary(measured: Sequence[Measured]) -> Any | None:
     for family in dict.fromkeys(one.family for one in measured):
         mine = [one for one in measured if one.family == family and one.seconds is not None]
         rival = next((name for name in _BASELINES if any(one.contender == name for one in mine)), None)
-        ours = [one for one in mine if one.contender == OURS]
+        ours = [one for one in mine if one.contender == _first_of_ours(mine)]
         if rival is None or not ours:
             continue
         tokens = max(one.tokens for one in ours)

@@ -21,7 +21,7 @@ from ejkernel.ops.config.persistent import PersistentCache, cache_folder, write_
 app = typer.Typer(
     help="List, show, export, import and clear tuned configurations.", no_args_is_help=True, rich_markup_mode=None
 )
-Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="The beginning of an id that `cache list` shows.")]
+Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="The beginning of an id that `cache list` shows.")]
 All = Annotated[bool, typer.Option("--all", help="Also what was measured on other devices or with other versions.")]
 
 
@@ -97,7 +97,7 @@ def show(
 
 @app.command("export")
 def export(
-    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Where to; - or nothing: standard output.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Where to; - or nothing: standard output.")] = None,
     op: _options.Ops = None,
     cache_dir: _options.CacheDir = None,
     as_json: _options.Json = False,
@@ -133,7 +133,7 @@ def export(
 
 @app.command("import")
 def import_(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What `cache export` wrote; - for standard input.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="What `cache export` wrote; - for standard input.")],
     cache_dir: _options.CacheDir = None,
     as_json: _options.Json = False,
 ) -> None:

@@ -32,17 +32,14 @@ class Contender:
         prepare: gives, for a direction and arrays, a function of the output's gradient that starts the work.
         wait: returns when what that function gave is there.
         absent: why it cannot run here; None when it can.
+        platform: what ours was asked to run on; None for all others.
     """
 
     name: str
     prepare: Callable[[str, Arrays], Callable[[jax.Array], Any]]
     wait: Callable[[Any], Any] = jax.block_until_ready
     absent: str | None = None
-
-    @property
-    def ours(self) -> bool:
-        """Whether it is this library."""
-        return self.name.split()[0] == OURS
+    platform: str | None = None
 
 
 def contenders(op: Operation, platforms: Sequence[str], rivals: Sequence[str] | None) -> list[Contender]:
@@ -91,7 +88,7 @@ def _jitted(function: Callable[..., Any]) -> Callable[[str, Arrays], Callable[[j
 def _ours(op: Operation, platform: str, several: bool) -> Contender:
     absent = unavailable(op.op_id, [platform]).get(platform) if platform != "auto" else None
     name = f"{OURS} {platform}" if several else OURS
-    return Contender(name, _jitted(functools.partial(op.function, platform=platform)), absent=absent)
+    return Contender(name, _jitted(functools.partial(op.function, platform=platform)), absent=absent, platform=platform)
 
 
 def _scan(op: Operation) -> Contender:

@@ -107,7 +107,7 @@ def _one(
             output_error, gradient_error = judge().errors(*fetched(first, direction))
         del first  # its memory is for the calls that are timed
         took = best_time(lambda: run(cotangent), contender.wait, seconds=seconds)
-        config = str(_config(op, shape)) if contender.name == OURS else ""
+        config = "" if contender.platform is None else str(_config(op, shape, contender.platform))
     except Exception as problem:  # one that cannot run this call, or runs out of memory, must not take the others with it
         reason = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"[:300]
         return Measured(*known, None, None, None, least.seconds, least.bound, reason)
@@ -121,8 +121,8 @@ def invocations(op: Operation, shape: Shape, platform: str | None = None) -> lis
     return [inv for _, inv in calls.found.values()]
 
 
-def _config(op: Operation, shape: Shape) -> Any:
+def _config(op: Operation, shape: Shape, platform: str) -> Any:
     from ejkernel.modules.base import default_executor
 
-    (inv,) = invocations(op, shape)
+    (inv,) = invocations(op, shape, platform)
     return default_executor().chooser.choose(inv).config

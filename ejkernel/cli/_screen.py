@@ -31,8 +31,17 @@ def side() -> Console:
 
 
 def print_json(content: Any) -> None:
-    """One JSON document on standard output. Numbers that JSON does not have are written as null."""
-    typer.echo(json.dumps(_finite(content), indent=1, allow_nan=False))
+    """One JSON document on standard output."""
+    typer.echo(json_text(content))
+
+
+def json_text(content: Any) -> str:
+    """A JSON document. Numbers that JSON does not have are written as null.
+
+    >>> json_text({"error": float("inf"), "times": (1.5,)}).split()
+    ['{', '"error":', 'null,', '"times":', '[', '1.5', ']', '}']
+    """
+    return json.dumps(_finite(content), indent=1, allow_nan=False)
 
 
 def _finite(content: Any) -> Any:

@@ -167,7 +167,7 @@ def _show(outcomes: Sequence[Outcome], absent: dict[str, dict[str, str]], stoppe
 
 def _shown(rows: Sequence[dict[str, Any]], title: str, header: bool) -> Any:
     """One line per dtype; all tables have the same columns, so only the first needs a header."""
-    made = table(["!dtype", "!>pass", "!>refuse", "!>fail", "!>output", "!>gradients", "worst case"], title)
+    made = table(["!dtype", "!>pass", "!>refuse", "!>fail", "!>outputs", "!>gradients", "worst case"], title)
     made.show_header = header
     for row in rows:
         errors = [

@@ -78,6 +78,13 @@ def test_a_platform_that_is_not_here_is_a_failure(run):
     assert "this process computes on cpu" in run(*asked, "--platform", "cuda", code=1).words
 
 
+def test_ours_on_several_platforms(run):
+    asked = ("bench", "--op", "gla_attention", "--shapes", "1x4x1x4", "--direction", "forward", "--no-error", *FAST)
+    shown = run(*asked, "--platform", "xla,auto", code=0)
+    for word in ("ejkernel xla", "ejkernel auto", "times faster"):
+        assert word in shown.words
+
+
 def test_one_that_raises_does_not_take_the_others_with_it(run, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("out of memory")
@@ -113,9 +120,9 @@ def test_errors_of_a_part_are_those_of_the_call(name):
 def test_the_hand_written_scan_is_the_recurrence():
     shape = Shape(2, 9, 4, 5, 6, ("g4", "g_gamma", "gk", "gv"), kv_heads=2)
     arrays = {name: np.asarray(x) for name, x in shape.arrays().items()}
-    output, state = scan_attention(**arrays)
+    output, state = jax.jit(scan_attention)(**arrays)
     with jax.enable_x64(True):
-        want, final = linear_reference(**{name: x.astype(np.float64) for name, x in arrays.items()})
+        want, final = jax.jit(linear_reference)(**{name: x.astype(np.float64) for name, x in arrays.items()})
     np.testing.assert_allclose(output, want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(state, final, rtol=1e-5, atol=1e-5)
 
@@ -171,7 +178,16 @@ def test_without_matplotlib_it_says_what_to_install(run, saved, monkeypatch):
     assert "pip install matplotlib" in run("bench", "--from", saved, "--plot", "a.png", code=2).words
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format": 1}', '{"format": 1, "about": {}, "measurements": [{"a": 1}]}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"format": 1}',
+        '{"format": 1, "about": {}, "measurements": []}',
+        '{"format": 1, "about": {}, "measurements": [{"a": 1}]}',
+    ],
+)
 def test_a_damaged_file_is_refused(run, tmp_path, content):
     (tmp_path / "run.json").write_text(content)
     assert "is not what bench --save writes" in run("bench", "--from", tmp_path / "run.json", code=1).words
