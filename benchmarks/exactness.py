@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.hand_written import scan_attention
+from ejkernel.testing.hand_written import scan_attention
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.modules import recurrent_attention
 from ejkernel.testing.compare import relative_rms
