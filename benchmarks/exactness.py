@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.testing.hand_written import scan_attention
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.modules import recurrent_attention
 from ejkernel.testing.compare import relative_rms
+from ejkernel.testing.hand_written import scan_attention
 from ejkernel.testing.linear_cases import LinearCase
 from ejkernel.testing.linear_reference import linear_reference
 
