@@ -41,7 +41,7 @@ KINDS = ("gk", "g", "g_gamma", "none")
 
 def rows() -> list[tuple[str, str]]:
     """(shape, kind of gate) of every row."""
-    out = [(name, kind) for name in SHAPES for kind in KINDS]
+    out = [(name, kind) for kind in KINDS for name in SHAPES]
     skipped = {("8x4096x4x256x512", "g_gamma"), ("8x4096x4x256x512", "none"), ("packed 32768x16x128x128", "none")}
     return [row for row in out if row not in skipped] + [("8x2048x16x128x128", "gk+gv")]
 
@@ -208,6 +208,8 @@ def main() -> None:
         errors()
         return
     chosen = [row for row in rows() if any(text in " ".join(row) for text in options.rows)]
+    step, floor = decode_ms()
+    print(f"decode step {step:.4f} ms, byte floor {floor:.4f}, ratio {step / floor:.2f}")
     results: list[dict[str, Any]] = []
     print("| shape | gate | ours fwd | fla fwd | ratio | ours fwd+bwd | fla fwd+bwd | ratio | floors | largest difference |")
     print("|---" * 10 + "|")
@@ -229,12 +231,10 @@ def main() -> None:
         apart = f"{row['difference']:.1e}" if "difference" in row else "-"
         times = f"{a:.3f} | {c:.3f} | {a / c:.2f} | {b:.3f} | {d:.3f} | {b / d:.2f} | {f:.3f}, {g:.3f} | {apart}"
         print(f"| {name} | {kind} | {times} |", flush=True)
+        if options.json:  # after every row: what is measured is kept if a later row fails
+            with open(options.json, "w") as file:
+                json.dump({"rows": results, "decode": [step, floor], "device": jax.devices()[0].device_kind}, file, indent=1)
         gc.collect()
-    step, floor = decode_ms()
-    print(f"decode step {step:.4f} ms, byte floor {floor:.4f}, ratio {step / floor:.2f}")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"rows": results, "decode": [step, floor], "device": str(jax.devices()[0])}, file, indent=1)
 
 
 if __name__ == "__main__":

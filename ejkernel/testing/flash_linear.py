@@ -127,7 +127,7 @@ def tune_on_all_cores() -> None:
     def compiled_first(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.cache and len(self.configs) > 1:
             with _async_compile.AsyncCompileMode(executor, ignore_errors=True):
-                self.warmup(*args, **kwargs)
+                self.warmup(*args, **{name: x for name, x in kwargs.items() if name != "warmup"})
         return run(self, *args, **kwargs)
 
     Autotuner.run = compiled_first

@@ -27,7 +27,6 @@ _BY_HEAD: list[dict[str, Any]] = [
     {"block_d": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2}, {"num_stages": 2, "block_d": 32},
     {"block_q": 32}, {"block_q": 32, "block_d": 32},
 ]  # fmt: skip
-_BY_HEAD_WIDE: list[dict[str, Any]] = [{"block_d": 64}, {"num_warps": 8, "block_d": 64}]  # where the heuristic takes 32
 _PER_KEY: list[dict[str, Any]] = [
     {"block_d": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2}, {"num_stages": 2, "block_d": 32},
 ]  # fmt: skip
@@ -53,7 +52,7 @@ def candidates(problem: LinearProblem) -> list[LinearConfig]:
     elif problem.gk is not None:
         changes = _PER_KEY
     else:
-        changes = _BY_HEAD + (_BY_HEAD_WIDE if K > 128 else [])
+        changes = _BY_HEAD
     sizes = {"block_k": K, "block_d": V}
     fits = lambda change: all(change.get(name, 16) <= max(16, 1 << (size - 1).bit_length()) for name, size in sizes.items())
     found = [first, *(dataclasses.replace(first, **change) for change in changes if fits(change))]
@@ -79,4 +78,4 @@ def _one_tile(problem: LinearProblem) -> bool:
     gates = (problem.g, problem.g_gamma, problem.gk, problem.gv)
     _, _, _, K, V = problem.shape
     bf16 = all(x.dtype == jnp.bfloat16 for x in (problem.query, problem.key, problem.value))
-    return all(gate is None for gate in gates) and max(K, V) <= (256 if bf16 else 64)
+    return all(gate is None for gate in gates) and max(K, V) <= (128 if bf16 else 64)

@@ -132,6 +132,12 @@ def fits_registers(call: Call, channels: int) -> bool:
     return tile(channels, 512) <= (256 if call.plan.operand == jnp.bfloat16 else 64)
 
 
+def one_pass(call: Call, channels: int) -> bool:
+    """Whether a scalar gate's outputs are made while the state is walked. A state of more than 128 rows leaves room for few
+    columns, q and k are then read once for each of them, and walking first is faster (0.58 against 0.65 to 0.82 ms)."""
+    return fits_registers(call, channels) and channels <= 128
+
+
 def scalar_pass(
     call: Call, q: Array, k: Array, v: Array, begin: Array | None, segments: Segments, ends: tuple[Any, ...], output: Any, *,
     adjoint: bool = False, transposed: bool = False, final: bool = False, keep: bool = False,
@@ -164,13 +170,11 @@ def scalar_stages(call: Call, BK: int) -> int:
 
 
 def scalar_value_tile(call: Call, K: int, V: int) -> int:
-    """Value channels per program: 64, or 32 for small states without a gate, which keeps the device busier at little cost,
-    and for states of more than 128 rows, whose registers would not do.
-    """
+    """Value channels per program: 64, or 32 for small states without a gate, which keeps the device busier at little cost."""
     if call.plan.block_d:
         return call.plan.block_d
     gated = call.get("g") is not None or call.get("g_gamma") is not None
-    return tile(V, 32 if tile(K, 512) > 128 or (max(K, V) <= 64 and not gated) else 64)
+    return tile(V, 32 if max(K, V) <= 64 and not gated else 64)
 
 
 def scalar_segments(call: Call, K: int, V: int) -> Segments:
@@ -183,7 +187,7 @@ def scalar_forward(call: Call, keep: bool) -> tuple[Array, Array, Array | None]:
     plan, (B, T, H, K, V) = call.plan, call.dims
     q, k, v = (call.arrays[name] for name in ("query", "key", "value"))
     begin, slots = call.get("initial_state"), call.slots
-    if fits_registers(call, K):
+    if one_pass(call, K):
         segments = scalar_segments(call, K, V)
         ends = segment_ends(call, k, v, segments)
         o, last, *states = scalar_pass(call, q, k, v, begin, segments, ends, plan.output, final=True, keep=keep)
@@ -337,7 +341,7 @@ def step_by_step(call: Call) -> tuple[Array, Array]:
     q, k, v = (call.arrays[name] for name in ("query", "key", "value"))
     begin, N = call.get("initial_state"), call.sequences
     BK = tile(K, 512)
-    BV = plan.block_d or tile(V, max(16, 4096 // BK))
+    BV = plan.block_d or tile(V, max(16, 8192 // BK))
     gates = [call.get(name) for name in ("g", "g_gamma", "gk", "gv")]
     return triton_call(
         q, k, v, *gates, begin, call.cu_seqlens, plan.scale, T, kernel=_step.steps, grid=(cdiv(V, BV) * N, H), H=H, HK=heads(k),

@@ -82,7 +82,7 @@ def _by_passes(call: Call, wanted: Wanted) -> bool:
     """Whether the gradient is three forward passes in other roles, which need no states: when no gate asks for one."""
     _, _, _, K, V = call.dims
     no_gate = call.gated_by_head and call.get("g") is None and not wanted.constant_decay
-    return no_gate and _launch.fits_registers(call, K) and _launch.fits_registers(call, V)
+    return no_gate and _launch.one_pass(call, K) and _launch.one_pass(call, V)
 
 
 # Jitted with the plan as a static argument, so that calls outside `jit` trace and compile once for each shape.
@@ -142,8 +142,10 @@ def _launch_backward(
         if "g_gamma" in arrays:
             grads["g_gamma"] = jnp.zeros_like(arrays["g_gamma"])  # nobody asks for it
         return {name: _reduced(grads[name], x) for name, x in arrays.items()}
+    if not saved and _launch_key.fits(call):  # the call itself went step by step and kept nothing
+        _, _, saved = _launch_key.forward(call, keep=True)
     starts = saved["states"] if "states" in saved else _launch.walk(call, k, v, call.get("initial_state"))[0]
-    if call.gated_by_head and _launch.fits_registers(call, q.shape[3]):
+    if call.gated_by_head and _launch.one_pass(call, q.shape[3]):
         grads["value"], ends, grads["initial_state"] = _launch.scalar_backward_of_value(call, doutput, dfinal)
         grads["query"], grads["key"], _, dlog = _launch.scalar_backward(call, doutput, starts, ends, of_value=False)
     elif call.gated_by_head:
