@@ -184,7 +184,7 @@ def plot(source: str, target: str) -> None:
         axis.grid(axis="x", alpha=0.3)
     axes[0].set_yticks(range(len(rows)), labels)
     axes[0].invert_yaxis()
-    axes[1].legend(loc="lower right")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, reverse=True)
     figure.savefig(target, dpi=150)
 
 

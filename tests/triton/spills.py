@@ -23,24 +23,23 @@ class Spill(NamedTuple):
 _AMPERE = "compiled for Ampere, not tuned: nobody has measured there"
 _EXACT = "float32 products are three tf32 ones, for accuracy; not tuned, not measured"
 _BACKWARD = "64-wide tiles 0.43 ms on r1; 128 wide 0.51 to 0.95, 8 warps 0.57 to 0.70, 32 rows 0.75"
-_KEY_SIDE = "halves of a chunk: 0.84 ms on r1 against 1.26 whole; 2 warps 1.10, 8 warps 1.01, fewer registers 0.96 to 1.26"
+_SIDE = (
+    "128 registers, two programs a multiprocessor: 0.565 ms on r1 (even lengths, 88 bytes); unlimited 0.85, 96 registers 0.76"
+)
 _PREPARE = "levels held in registers: forward 0.31 ms on r1, 1.09 in the version that went through shared memory"
 _BOTH = "per key and per value together 5.5 ms on r1, 0.20 of flash-linear-attention; other tiles not measured"
 
 SPILLS = [
-    Spill(90, "g", "forward", 40, "clamped running sums: 0.130 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
-    Spill(90, "g", "backward", 240, _BACKWARD),
-    Spill(90, "g_gamma", "backward", 112, _BACKWARD),
+    Spill(90, "g", "forward", 56, "clamped running sums: 0.130 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
     Spill(90, "g wide", "backward", 240, _BACKWARD + "; K = 512 not measured"),
-    Spill(90, "g broad", "forward", 88, "32 value channels: 0.820 ms on r4; 64 with 8 warps 0.70, not the default yet"),
     Spill(90, "g broad", "backward", 240, _BACKWARD),
     Spill(90, "g float16", "forward", 64, "float16 runs as tf32; not measured"),
-    Spill(90, "g float16", "backward", 120, "float16 runs as tf32; not measured"),
+    Spill(90, "g float16", "backward", 440, "float16 runs as tf32; not measured"),
     Spill(90, "gk", "prepare", 136, _PREPARE),
-    Spill(90, "gk", "gated_side", 240, _KEY_SIDE),
+    Spill(90, "gk", "side", 272, _SIDE),
+    Spill(90, "gk wide", "side", 80, _SIDE + "; r4 1.01, states after the pairs 2.1"),
     Spill(90, "gk wide", "prepare", 960, "two turns of 128 channels: 0.542 ms forward on r4, 0.45 of flash-linear-attention"),
     Spill(90, "gk wide", "outputs", 440, "64 value channels: 0.542 ms forward on r4, of which other tiles were not measured"),
-    Spill(90, "gk wide", "gated_side", 240, _KEY_SIDE),
     Spill(90, "gk gv", "walk", 192, _BOTH),
     Spill(90, "gk gv", "gated_side", 808, _BOTH),
     Spill(90, "all float32", "walk", 296, _EXACT),
@@ -51,14 +50,14 @@ SPILLS = [
     Spill(80, "g_gamma", "forward", 136, _AMPERE),
     Spill(80, "g_gamma", "backward", 368, _AMPERE),
     Spill(80, "g wide", "backward", 64, _AMPERE),
-    Spill(80, "g broad", "forward", 7552, "256 key channels do not fit Ampere's registers; " + _AMPERE),
     Spill(80, "g broad", "backward", 64, _AMPERE),
     Spill(80, "g float16", "forward", 72, _AMPERE),
     Spill(80, "gk", "outputs", 280, _AMPERE),
-    Spill(80, "gk", "gated_side", 464, _AMPERE),
+    Spill(80, "gk", "side", 1416, _AMPERE),
+    Spill(80, "gk wide", "side", 240, _AMPERE),
+    Spill(80, "gk wide", "pairs_of_plain", 1064, _AMPERE),
     Spill(80, "gk wide", "prepare", 296, _AMPERE),
     Spill(80, "gk wide", "outputs", 696, _AMPERE),
-    Spill(80, "gk wide", "gated_side", 608, _AMPERE),
     Spill(80, "gk wide", "plain_side", 40, _AMPERE),
     Spill(80, "gk gv", "walk", 384, _AMPERE),
     Spill(80, "gk gv", "gated_side", 1144, _AMPERE),
