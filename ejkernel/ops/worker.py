@@ -8,7 +8,9 @@ that hangs is left behind and a new one goes on.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from ejkernel.ops.key import thread_settings
 
 Result = TypeVar("Result")
 THREAD = "ejkernel-tuner"
+PATIENCE_AT_EXIT = 20.0  # seconds
 _here = threading.local()
 
 
@@ -57,6 +60,7 @@ class Worker:
         """The function's result, or its exception. OvertimeError when it takes longer than `seconds`."""
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
+            _wait_at_exit()
             threading.Thread(target=self._serve, args=(self._tasks,), name=THREAD, daemon=True).start()
         task = _Task(function)
         self._tasks.put(task)
@@ -96,6 +100,12 @@ def left_behind(patience: float = 0.5) -> bool:
     for thread in threads:
         thread.join(patience)
     return any(thread.is_alive() for thread in threads)
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """A thread that still compiles while Python ends takes the process down with it (SIGABRT); most are done soon."""
+    atexit.register(left_behind, PATIENCE_AT_EXIT)
 
 
 def inside_worker() -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -109,8 +112,6 @@ def test_tuning_again_replaces_what_is_known():
 
 
 def test_a_thread_that_was_given_up_is_known():
-    import threading
-
     release = threading.Event()
     worker = Worker(jax.devices()[0])
     with pytest.raises(Exception, match="longer than"):
@@ -118,3 +119,25 @@ def test_a_thread_that_was_given_up_is_known():
     assert left_behind(0.01)
     release.set()
     assert not left_behind(5.0)
+
+
+PROGRAM = """
+import sys, time, jax
+from ejkernel.ops.worker import OvertimeError, Worker
+
+def slow():
+    time.sleep(1.5)
+    open(sys.argv[1], "w").close()
+
+try:
+    Worker(jax.devices()[0]).call(slow, 0.05)
+except OvertimeError:
+    pass
+"""
+
+
+def test_a_program_waits_for_a_candidate_that_it_gave_up(tmp_path):
+    ended = tmp_path / "ended"
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(ended)], timeout=120, check=False)
+    assert done.returncode == 0
+    assert ended.exists()
