@@ -112,6 +112,48 @@ def _store_row(at, value, row, rows, c, D: tl.constexpr, BD: tl.constexpr, EVEN:
 
 
 @triton.jit
+def _between(block, n, LEVEL: tl.constexpr):
+    """Whether block n lies between `block` and the middle that the halves of 2^LEVEL blocks have in common."""
+    same_half = (block >> LEVEL) == (n >> LEVEL)
+    upper = ((block >> LEVEL) & 1) == 1
+    return same_half & ((upper & (n < block)) | ((upper == 0) & (n > block)))
+
+
+@triton.jit
+def _near_pairs(pm, xs, ys, es):
+    """(dx, dy, dg) of the pairs inside blocks of 8 rows, one by one; pm: where the pair (0, 0) of each block lies.
+
+    Column by column of the pairs, with the decay from row j to row t in w.
+    """
+    dxs = ()
+    dys = ()
+    dgs = ()
+    for t in tl.static_range(8):
+        same = tl.load(pm + t * 9)  # a row with itself, which nothing decays
+        dxs = dxs + (same * ys[t],)
+        dys = dys + (same * xs[t],)
+        dgs = dgs + (tl.zeros_like(es[0]),)
+    for j in tl.static_range(7):
+        w = es[j + 1]
+        found = ()
+        total = dys[j]
+        for t in tl.static_range(j + 1, 8):
+            m = tl.load(pm + (t + j * 8)) * w
+            dxs = _put(dxs, t, dxs[t] + m * ys[j])
+            term = m * xs[t]
+            total += term
+            found = found + (term * ys[j],)
+            if t < 7:
+                w = w * es[t + 1]
+        dys = _put(dys, j, total)
+        spanning = tl.zeros_like(es[0])  # of pairs (t, j) with t >= r, for r from 7 down
+        for back in tl.static_range(7 - j):
+            spanning += found[6 - j - back]
+            dgs = _put(dgs, 7 - back, dgs[7 - back] + spanning)
+    return dxs, dys, dgs
+
+
+@triton.jit
 def _add_level(found, upper, far, xs, ys, pre, suf, dxs, dys, dgs):
     """Adds one level's products: rows of `upper` blocks read (to dx), the others are read (to dy).
 
@@ -245,32 +287,7 @@ def side(
             x2, y2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, BD, B2, STRIDE, STRIDE2, SIGN, EVEN, DT,
             PREC, STAGES,
         )  # fmt: skip
-    # Pairs inside blocks of 8 rows: column by column of the pairs, the decay from row j to row t in w.
-    dxs = ()
-    dys = ()
-    dgs = ()
-    for t in tl.static_range(8):
-        same = tl.load(pm + t * 9)  # a row with itself, which nothing decays
-        dxs = dxs + (same * ys[t],)
-        dys = dys + (same * xs[t],)
-        dgs = dgs + (tl.zeros([BD, 8], tl.float32),)
-    for j in tl.static_range(7):
-        w = es[j + 1]
-        found = ()
-        total = dys[j]
-        for t in tl.static_range(j + 1, 8):
-            m = tl.load(pm + (t + j * 8)) * w
-            dxs = _put(dxs, t, dxs[t] + m * ys[j])
-            term = m * xs[t]
-            total += term
-            found = found + (term * ys[j],)
-            if t < 7:
-                w = w * es[t + 1]
-        dys = _put(dys, j, total)
-        spanning = tl.zeros([BD, 8], tl.float32)  # of pairs (t, j) with t >= r, for r from 7 down
-        for back in tl.static_range(7 - j):
-            spanning += found[6 - j - back]
-            dgs = _put(dgs, 7 - back, dgs[7 - back] + spanning)
+    dxs, dys, dgs = _near_pairs(pm, xs, ys, es)
     pre = (es[0],)
     suf = (tl.full([BD, 8], 1.0, tl.float32),)
     for t in tl.static_range(1, 8):
@@ -336,11 +353,3 @@ def side(
         _store_row(qx + t * (SIGN * H * D), dxs[t], blk * 8 + t, rows, c, D, BD, EVEN)
         _store_row(qy + t * (SIGN * H * D), dys[t], blk * 8 + t, rows, c, D, BD, EVEN)
         _store_row(qg + t * (SIGN * H * D), dgs[t] + whole, blk * 8 + t, rows, c, D, BD, EVEN)
-
-
-@triton.jit
-def _between(block, n, LEVEL: tl.constexpr):
-    """Whether block n lies between `block` and the middle that the halves of 2^LEVEL blocks have in common."""
-    same_half = (block >> LEVEL) == (n >> LEVEL)
-    upper = ((block >> LEVEL) & 1) == 1
-    return same_half & ((upper & (n < block)) | ((upper == 0) & (n > block)))
