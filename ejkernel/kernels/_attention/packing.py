@@ -88,7 +88,7 @@ def _gather(
     inside = (names[segment] == found) & (ids >= 0)
     segment, place, token = segment[inside], rank[inside], np.flatnonzero(inside)
     lengths = np.bincount(segment, minlength=names.size)
-    longest = int(lengths.max())
+    longest = int(np.max(lengths))
     rows = np.zeros((names.size, longest + longest % 2), np.int64)  # even: cuDNN's gradient takes no odd lengths
     rows[segment, place] = token
     back = np.full(ids.size, -1)
