@@ -245,7 +245,8 @@ def _text(file: Path) -> str:
     try:
         exchange.parse(text)
     except ValueError as problem:
-        fail(f"{file} is damaged or no export: {problem} Nothing was imported; export it again with `ejkernel cache export`.")
+        why = str(problem).rstrip(".")
+        fail(f"{file} is damaged or no export: {why}. Nothing was imported; export it again with `ejkernel cache export`.")
     return text
 
 

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+_BAR = 10  # characters; the rest of the line is for what is being done
 INTERRUPTED = 130  # the exit code of a command that was stopped by Ctrl-C
 
 
@@ -83,15 +84,21 @@ def table(columns: Sequence[str], title: str | None = None) -> Table:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
-    """A bar on standard error where that is a terminal; gives a function `step(text, done=1)`."""
+    """A bar on standard error where that is a terminal; gives a function `step(text, done=1, share=0)`.
+
+    `share` of the step that comes next moves the bar, and is forgotten with the next call.
+    """
     console = side()
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(_BAR), MofNCompleteColumn(), TimeElapsedColumn())
+    room = max(12, console.width - _BAR - 2 * len(str(total)) - len("/ 0:00:00  ") - 1)
+    finished = 0
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
 
-        def step(text: str, done: float = 1) -> None:
-            room = max(12, console.width - 45)
-            bar.update(task, description=f"{what} {text}"[:room], advance=done)
+        def step(text: str, done: int = 1, share: float = 0.0) -> None:
+            nonlocal finished
+            finished += done
+            bar.update(task, description=f"{what} {text}"[:room], completed=finished + share)
 
         yield step
 
@@ -99,8 +106,8 @@ def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
 def duration(seconds: float | None) -> str:
     """A time with three digits and its unit; "-" where there is none.
 
-    >>> [duration(s) for s in (None, 1.5e-6, 0.0123, 2.0)]
-    ['-', '1.50 us', '12.3 ms', '2.00 s']
+    >>> [duration(s) for s in (None, 9.25e-8, 1.5e-6, 0.0123, 2.0)]
+    ['-', '0.0925 us', '1.50 us', '12.3 ms', '2.00 s']
     """
     if seconds is None or not math.isfinite(seconds):
         return "-"
@@ -138,7 +145,9 @@ def count(number: int, thing: str) -> str:
 
 
 def _three(value: float) -> str:
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if 0.1 <= value < 1000 else f"{value:.0f}" if value else "0"
+    if 0.1 <= value < 1000:
+        return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+    return f"{value:.3g}" if value < 1 else f"{value:.0f}"
 
 
 def show_warnings() -> None:

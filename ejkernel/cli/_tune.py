@@ -167,8 +167,10 @@ def _job(op: Operation, text: str, gates: tuple[str, ...] | None, dtype: str, pl
 def _from_file(file: Path, gates: tuple[str, ...] | None, dtype: str, platform: str | None) -> list[Job]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as problem:
-        wrong_use(f"{file} cannot be read: {problem}.")
+    except OSError as problem:
+        wrong_use(f"{file} cannot be read: {problem.strerror}.")
+    except UnicodeDecodeError as problem:
+        wrong_use(f"{file} is not text: {problem}.")
     jobs: list[Job] = []
     for number, line in enumerate(lines, 1):
         parts = line.partition("#")[0].split()
@@ -203,11 +205,11 @@ def _from_record(file: Path, op_ids: Sequence[str] | None) -> list[Job]:
 def _run(jobs: Sequence[Job], chain: ConfigSelectorChain, tuner: Tuner, force: bool) -> tuple[list[Done], bool]:
     """Everything that was done, and whether it was interrupted before the end."""
     done: list[Done] = []
-    with progress("tuning", len(jobs)) as step:
+    with progress("tuning:", len(jobs)) as step:
         for job in jobs:
             label = f"{name_of(job.op_id)} {job.label}"
             step(label, 0)
-            tuner.progress = lambda share, what, label=label: step(f"{label}: {what}", 0)
+            tuner.progress = lambda share, what, label=label: step(f"{what}, {label}", 0, share)
             try:
                 done.append(_tuned(job, chain, force))
             except KeyboardInterrupt:

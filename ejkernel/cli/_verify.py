@@ -92,12 +92,13 @@ def _run(checks: Sequence[Check], gradients: bool, candidates: bool, fail_fast: 
         for check in checks:
             step(f"{check.op.name} {check.entry.platform} {check.case}", 0)
             try:
-                outcomes += _checks.run_check(check, gradients, candidates)
+                for outcome in _checks.run_check(check, gradients, candidates):
+                    outcomes.append(outcome)
+                    if fail_fast and outcome.status == "failed":
+                        return outcomes, False
             except KeyboardInterrupt:
                 return outcomes, True
             step("")
-            if fail_fast and outcomes[-1].status == "failed":
-                break
     return outcomes, False
 
 

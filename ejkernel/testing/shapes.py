@@ -65,17 +65,18 @@ class Shape:
     def parse(cls, text: str, gates: tuple[str, ...] = (), dtype: str = "float32") -> Shape:
         """The shape that a text means; `gates` and `dtype` where the text has none. ValueError says what is legal."""
         sizes, *rest = text.strip().split(":")
+        dtypes, named = ([part for part in rest if (part in DTYPES) is is_dtype] for is_dtype in (True, False))
+        if wrong := [gate for part in named if part != "none" for gate in part.split("+") if gate not in GATES]:
+            legal = f"gate must be one of {', '.join(GATES)}, and a dtype one of {', '.join(DTYPES)}"
+            raise ValueError(f"{legal}; got {', '.join(map(repr, wrong))} in {text!r}.")
         found = _SIZES.fullmatch(sizes)
-        if found is None or len(rest) > 2:
+        if found is None or len(dtypes) > 1 or len(named) > 1:
             raise ValueError(f"a shape must be BxTxHxKxV or BxTxHxD, then :gates and :dtype if any; got {text!r}.")
-        for part in rest:
-            if part in DTYPES:
-                dtype = part
-            else:
-                gates = () if part == "none" else tuple(part.split("+"))
+        if named:
+            gates = () if named[0] == "none" else tuple(named[0].split("+"))
         B, T, H, Hkv, K, V = (None if size is None else int(size) for size in found.groups())
         assert B is not None and T is not None and H is not None and K is not None  # noqa: PT018 (the pattern has them)
-        return cls(B, T, H, K, K if V is None else V, gates, dtype, Hkv)
+        return cls(B, T, H, K, K if V is None else V, gates, dtypes[0] if dtypes else dtype, Hkv)
 
     def __str__(self) -> str:
         heads = str(self.heads) if self.kv_heads is None else f"{self.heads}/{self.kv_heads}"

@@ -95,6 +95,17 @@ def test_one_that_raises_fails_and_the_others_still_run(run, register):
     assert run(*SMALL, *QUICK, "--fail-fast", "--json", code=1).json["cases"][-1]["status"] == "failed"
 
 
+def test_fail_fast_stops_at_a_candidate_that_fails(run, register):
+    def second_is_right(*args, cfg, **kwargs):
+        output, state = right(*args, **kwargs)
+        return output * (2 if cfg == "first" else 1), state
+
+    second_is_right.candidates = lambda problem: ["first", "second"]
+    register(second_is_right)
+    found = run(*SMALL, *QUICK, "--candidates", "--fail-fast", "--json", code=1).json
+    assert [(case["config"], case["status"]) for case in found["cases"]] == [("first", "failed")]
+
+
 def test_a_refused_case_is_not_passed(run, register):
     run_right = functools.partial(right)
     run_right.supports = lambda problem: "long sequences" if problem.query.shape[1] > 1 else None
