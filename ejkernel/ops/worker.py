@@ -13,6 +13,7 @@ import contextlib
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from ejkernel.ops.key import thread_settings
 
 Result = TypeVar("Result")
 THREAD = "ejkernel-tuner"
-PATIENCE_AT_EXIT = 20.0  # seconds
+PATIENCE_AT_EXIT = 5.0  # seconds, for all threads together: one may hang for good
 _here = threading.local()
 
 
@@ -97,8 +98,9 @@ class Worker:
 def left_behind(patience: float = 0.5) -> bool:
     """Whether a thread still works on a task that nobody waits for. Python cannot end such a thread when the program ends."""
     threads = [thread for thread in threading.enumerate() if thread.name == THREAD]
+    end = time.monotonic() + patience
     for thread in threads:
-        thread.join(patience)
+        thread.join(max(0.0, end - time.monotonic()))
     return any(thread.is_alive() for thread in threads)
 
 
