@@ -16,7 +16,7 @@ FEW_TOKENS = 8  # below, steps are cheaper than building a chunk on any device
 # Rows of all heads that one turn of the loop over chunks takes, on CPUs: enough products to share among threads, little
 # enough to stay in the cache. Gates per channel need a copy of the rows for each level of the tree.
 SCALAR_ROWS, CHANNEL_ROWS = 2048, 1024
-MOST_CHUNKS = 8  # the state goes through them unrolled, and what a turn holds adds to the memory of short calls
+MOST_CHUNKS = 16  # the state's way through them is unrolled
 MIDDLE = 64 * 64  # K * V
 
 
