@@ -15,7 +15,7 @@ import pytest
 
 import ejkernel.ops
 from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Executor, Invocation, Kernel, Tuner, overlay, report
-from tests.ops.racers import Race, Racer
+from tests.ops.racers import Race, Racer, time_by_work
 from tests.ops.toy import Problem, Toy, ToyConfig, problem
 
 
@@ -137,7 +137,8 @@ def test_promise_10_a_failure_on_one_process_does_not_hang_the_rest(tmp_path):
     assert second["error"].startswith("NoConfigError: process 0 could not choose")
 
 
-def test_promise_12_one_call_lists_what_was_picked_by_which_level_with_times_losers_and_reasons():
+def test_promise_12_one_call_lists_what_was_picked_by_which_level_with_times_losers_and_reasons(monkeypatch):
+    time_by_work(monkeypatch)
     chain = ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner(1, 5))
     executor = Executor(chain)
     kernel = Race(Racer(10), Racer(1, "wrong"), Racer(1, "raises"))
