@@ -23,7 +23,7 @@ class LinearConfig:
 
     Args:
         schedule: `"chunked"` computes blocks of tokens by matrix products; `"recurrent"` goes step by step.
-        block_q: tokens per chunk, a power of two. Also the distance between the states that the gradient keeps, in both
+        block_q: tokens per chunk, a power of two. Also the least distance of the states that the gradient keeps, in both
             schedules: the backward pass is always chunked.
         block_k, block_d: key and value channels per tile, powers of two from 16 on; None: each kernel's own choice. Only
             platforms that tile channels read them (triton).

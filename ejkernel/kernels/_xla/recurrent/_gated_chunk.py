@@ -1,4 +1,4 @@
-"""One chunk with decays per key channel (rows of the state), per value channel (columns), or both: forward and backward.
+"""M chunks side by side with decays per key channel (rows of the state), per value channel (columns), or both.
 
     S' = a_C S b_C + (k * suf_a)^T (v * suf_b)            a, b: products of the chunk's row and column decays
     o_t = pre_b[t] * ((q_t * pre_a[t]) S)  +  what the chunk's own rows s <= t give
@@ -11,19 +11,20 @@ left halves. The backward pass has the same shape with (q, k, a) and (do, v, b) 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels._xla.recurrent._products import Array, Level, Matmul, halves, is_right, joined, levels, push_down
+from ejkernel.kernels._xla.recurrent._products import Array, Level, Matmul, halves, is_right, joined, levels, pass_on, push_down
 
 TILE = 16
 
 
 class GatedGrads(NamedTuple):
-    """Gradients of one chunk; those of the gates are with respect to their logarithms."""
+    """Gradients of the chunks' rows; those of the gates are with respect to their logarithms."""
 
     dq: Array  # [..., C, K]
     dk: Array  # [..., C, K]
@@ -33,7 +34,10 @@ class GatedGrads(NamedTuple):
 
 
 def forward(mm: Matmul, S: Array, q: Array, k: Array, v: Array, a: Array | None, b: Array | None) -> tuple[Array, Array]:
-    """(next state `[..., K, V]`, output `[..., C, V]`) from the state before the chunk and its rows; a, b are decays."""
+    """(state after the chunks `[..., K, V]`, output `[..., M, C, V]`) from the state before and rows `[..., M, C, D]`.
+
+    a, b are the decays themselves.
+    """
     rows, tile = q.shape[-2], min(TILE, q.shape[-2])
     scores = _tiled(mm.nt, q, k, tile) * np.eye(tile)  # [..., C/tile, tile, tile]: the diagonal, then levels that share v
     outputs = []
@@ -53,14 +57,14 @@ def forward(mm: Matmul, S: Array, q: Array, k: Array, v: Array, a: Array | None,
             part = mm.nn(mm.nt(x, y), z)  # [..., C/2h, h, V]
             outputs.append(column.right(joined(jnp.zeros_like(part), part)))
     output = sum(outputs, _times_tiled(mm, scores, v))
-    output += column.right(mm.nn(row.right(q), S))
-    return _decayed(S, row, column) + mm.tn(row.left(k), column.left(v)), output
+    entering, S = pass_on(S, mm.tn(row.left(k), column.left(v)), _totals(row, column))
+    return S, output + column.right(mm.nn(row.right(q), entering))
 
 
 def backward(
     mm: Matmul, S: Array, dS: Array, q: Array, k: Array, v: Array, a: Array | None, b: Array | None, do: Array
 ) -> tuple[Array, GatedGrads]:
-    """(adjoint of the state before the chunk, gradients of its rows) from the adjoints of the state after it and the output."""
+    """(adjoint of the state before the chunks, gradients of their rows) from those of the state after them and the output."""
     rows, tile = q.shape[-2], min(TILE, q.shape[-2])
     dov = _tiled(mm.nt, do, v, tile)  # [..., C/tile, tile, tile]
     z, n = mm.row_sums(do * v), mm.row_sums(q * k)  # [..., C, 1]
@@ -92,17 +96,19 @@ def backward(
         )
         row_adjoints[h], column_adjoints[h] = dP * P, dPv * Pv
     x, w, xv, wv = row.right(q), row.left(k), column.right(do), column.left(v)
-    dx, dw, dwv = mm.nt(xv, S), mm.nt(wv, dS), mm.nn(w, dS)  # [..., C, K], [..., C, K], [..., C, V]
-    through = _decayed(S, row, column) * dS  # [..., K, V]
+    Ss, _ = pass_on(S, mm.tn(w, wv), _totals(row, column))
+    dSs, dS = pass_on(dS, mm.tn(x, xv), _totals(row, column), backwards=True)
+    dx, dw, dwv = mm.nt(xv, Ss), mm.nt(wv, dSs), mm.nn(w, dSs)  # [..., C, K], [..., C, K], [..., C, V]
+    through = math.prod((f for f in _totals(row, column) if f is not None), start=Ss) * dSs  # [..., M, K, V]
     last = (np.arange(rows) == rows - 1)[:, None]
     if a is not None:
         total = jnp.where(last, jnp.swapaxes(mm.row_sums(through), -1, -2), 0)
         grads = grads._replace(da=push_down(row_adjoints, dx * x + total, dw * w))
     if b is not None:
         total = jnp.where(last, jnp.sum(through, -2)[..., None, :], 0)
-        grads = grads._replace(db=push_down(column_adjoints, mm.nn(x, S) * xv + total, dwv * wv))
+        grads = grads._replace(db=push_down(column_adjoints, mm.nn(x, Ss) * xv + total, dwv * wv))
     grads = grads._replace(dq=grads.dq + row.right(dx), dk=grads.dk + row.left(dw), dv=grads.dv + column.left(dwv))
-    return _decayed(dS, row, column) + mm.tn(x, xv), grads
+    return dS, grads
 
 
 def _mixed(level: Level, right: Array, left: Array) -> Array:
@@ -127,11 +133,12 @@ def _times_tiled(mm: Matmul, scores: Array, x: Array) -> Array:
     return mm.nn(scores, x.reshape(*scores.shape[:-1], x.shape[-1])).reshape(x.shape)
 
 
-def _decayed(S: Array, row: Level, column: Level) -> Array:
-    """The state `[..., K, V]` times the whole chunk's decays."""
-    if row.pre is not None:
-        S = S * row.pre[..., -1, :, None]
-    return S if column.pre is None else S * column.pre[..., -1, None, :]
+def _totals(row: Level, column: Level) -> list[Array | None]:
+    """Whole chunks' decays of the state's rows `[..., K, 1]` and columns `[..., 1, V]`."""
+    return [
+        None if row.pre is None else row.pre[..., -1, :, None],
+        None if column.pre is None else column.pre[..., -1, None, :],
+    ]
 
 
 __all__ = ["GatedGrads", "backward", "forward"]

@@ -1,8 +1,8 @@
 """Which schedule and chunk length suit a call on xla, from measurements (benchmarks/RESULTS.md).
 
 On a CPU a step costs one pass over the state, which is cheap while the states of a few heads stay in the cache, and a chunk
-costs small matrix products. So small states go step by step in the forward pass, wide ones by chunks; a decay that is one
-number per head makes chunks cheaper and moves the border down. On accelerators a step is a kernel launch or worse.
+costs small matrix products, more of them with gates per channel. So calls with such gates go step by step in the forward pass
+while states are small, all others by chunks, several at a time. On accelerators a step is a kernel launch or worse.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from ejkernel.kernels._linear import LinearConfig, LinearProblem
 from ejkernel.kernels._linear.config import Schedule
 
 FEW_TOKENS = 8  # below, steps are cheaper than building a chunk on any device
-NARROW, MIDDLE = 32 * 32, 64 * 64  # K * V
+# Rows of all heads that one turn of the loop over chunks takes, on CPUs: enough products to share among threads, little
+# enough to stay in the cache. Gates per channel need a copy of the rows for each level of the tree.
+SCALAR_ROWS, CHANNEL_ROWS = 2048, 1024
+MOST_CHUNKS = 8  # the state goes through them unrolled, and what a turn holds adds to the memory of short calls
+MIDDLE = 64 * 64  # K * V
 
 
 def heuristic(problem: LinearProblem) -> LinearConfig:
@@ -24,11 +28,21 @@ def heuristic(problem: LinearProblem) -> LinearConfig:
     if jax.default_backend() != "cpu":
         return _config(problem, "chunked", 64)
     per_channel = problem.gk is not None or problem.gv is not None
-    stepwise = K * V <= MIDDLE and (per_channel or K * V > NARROW)
-    if stepwise:
-        return _config(problem, "recurrent", 64 if T > 2048 else 32)  # longer chunks keep fewer states
     wide = K * V > MIDDLE
-    return _config(problem, "chunked", 128 if wide and per_channel else 64 if wide or T > 2048 else 32)
+    return _config(problem, "recurrent" if per_channel and not wide else "chunked", 64 if wide and not per_channel else 32)
+
+
+def chunks_together(problem: LinearProblem, rows: int) -> int:
+    """How many chunks of `rows` tokens one turn of the loop takes: few enough that little of the last turn stays empty."""
+    if jax.default_backend() != "cpu":
+        return 1
+    B, T, H, _, _ = problem.shape
+    budget = SCALAR_ROWS if problem.gk is None and problem.gv is None else CHANNEL_ROWS
+    most = min(max(budget // (B * H * rows), 1), MOST_CHUNKS)
+    chunks = -(-T // rows)
+    if problem.cu_seqlens is not None:  # a sequence leaves half a turn empty on average: an eighth of its length at most
+        return min(max(chunks // max(problem.sequences, 1) // 4, 1), most)
+    return -(-chunks // -(-chunks // most))
 
 
 def candidates(problem: LinearProblem) -> list[LinearConfig]:

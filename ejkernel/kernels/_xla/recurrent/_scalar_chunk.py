@@ -1,4 +1,4 @@
-"""One chunk whose decay is one number per row (g of rank 3, g_gamma) or absent: forward and backward.
+"""M chunks side by side whose decay is one number per row (g of rank 3, g_gamma) or absent: forward and backward.
 
     S' = w_C S + (k * suf)^T v                          w_C: product of the chunk's decays
     o  = ((q k^T) * D) v + pre * (q S)                  D[t, s]: product of the decays after s up to t; 0 for s > t
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels._xla.recurrent._products import Array, Matmul, halves, levels
+from ejkernel.kernels._xla.recurrent._products import Array, Matmul, halves, levels, pass_on
 
 
 class Decay(NamedTuple):
@@ -25,12 +25,12 @@ class Decay(NamedTuple):
     pre: Array | None = None  # [..., C, 1]
     suf: Array | None = None  # [..., C, 1]
 
-    def total(self) -> Array | float:
-        return 1.0 if self.pre is None else self.pre[..., -1:, :]  # [..., 1, 1]
+    def total(self) -> Array | None:
+        return None if self.pre is None else self.pre[..., -1:, :]  # [..., 1, 1]
 
 
 class ScalarGrads(NamedTuple):
-    """Gradients of one chunk; `dw` is with respect to the logarithm of the decays."""
+    """Gradients of the chunks' rows; `dw` is with respect to the logarithm of the decays."""
 
     dq: Array  # [..., C, K]
     dk: Array  # [..., C, K]
@@ -62,26 +62,28 @@ def _scaled(x: Array, factor: Array | None) -> Array:
 
 
 def forward(mm: Matmul, S: Array, q: Array, k: Array, v: Array, w: Array | None) -> tuple[Array, Array]:
-    """(next state `[..., K, V]`, output `[..., C, V]`); w: decays `[..., C]` or None."""
+    """(state after the chunks `[..., K, V]`, output `[..., M, C, V]`); rows `[..., M, C, D]`; w: decays `[..., M, C]`, None."""
     decay = decay_of(w, q.shape[-2])
-    scores = mm.nt(q, k) * decay.matrix  # [..., C, C]
-    output = mm.nn(scores, v) + _scaled(mm.nn(q, S), decay.pre)
-    return S * decay.total() + mm.tn(_scaled(k, decay.suf), v), output
+    entering, S = pass_on(S, mm.tn(_scaled(k, decay.suf), v), [decay.total()])
+    scores = mm.nt(q, k) * decay.matrix  # [..., M, C, C]
+    return S, mm.nn(scores, v) + _scaled(mm.nn(q, entering), decay.pre)
 
 
 def backward(
     mm: Matmul, S: Array, dS: Array, q: Array, k: Array, v: Array, w: Array | None, do: Array
 ) -> tuple[Array, ScalarGrads]:
-    """(adjoint of the state before the chunk, gradients of its rows) from the adjoints of the state after it and the output."""
+    """(adjoint of the state before the chunks, gradients of their rows) from those of the state after them and the output."""
     rows = q.shape[-2]
     decay = decay_of(w, rows)
+    Ss, _ = pass_on(S, mm.tn(_scaled(k, decay.suf), v), [decay.total()])
+    dSs, dS = pass_on(dS, mm.tn(_scaled(q, decay.pre), do), [decay.total()], backwards=True)
     raw_scores = mm.nt(q, k)  # [..., C, C]
     A = raw_scores * decay.matrix
     dA = mm.nt(do, v) * decay.matrix
-    dx, dy = mm.nt(do, S), mm.nt(v, dS)  # [..., C, K] adjoints of q pre and k suf, before their factors
+    dx, dy = mm.nt(do, Ss), mm.nt(v, dSs)  # [..., C, K] adjoints of q pre and k suf, before their factors
     dq = mm.nn(dA, k) + _scaled(dx, decay.pre)
     dk = mm.tn(dA, q) + _scaled(dy, decay.suf)
-    dv = mm.tn(A, do) + _scaled(mm.nn(k, dS), decay.suf)
+    dv = mm.tn(A, do) + _scaled(mm.nn(k, dSs), decay.suf)
     dw = None
     if decay.pre is not None:
         # The decay of row r is a factor of every D[t, s] with s < r <= t, of pre[t] with t >= r and of suf[s] with s < r.
@@ -90,7 +92,7 @@ def backward(
         after = np.tril(np.ones((rows, rows), np.float32), -1)  # after[r, s]: s < r
         from_pre = mm.row_sums(dx * q) * decay.pre  # [..., C, 1]
         from_suf = _scaled(mm.row_sums(dy * k), decay.suf)
-        through = jnp.sum(mm.row_sums(S * dS), -2) * decay.pre[..., -1, :]  # [..., 1]
+        through = jnp.sum(mm.row_sums(Ss * dSs), -2) * decay.pre[..., -1, :]  # [..., 1]
         spans = mm.exact("tr,...ts->...rs", upto, from_scores) * after  # sums over t >= r, kept where s < r
         dw = (
             jnp.sum(spans, -1)
@@ -98,4 +100,4 @@ def backward(
             + mm.exact("rs,...si->...r", after, from_suf)
             + through
         )
-    return dS * decay.total() + mm.tn(_scaled(q, decay.pre), do), ScalarGrads(dq, dk, dv, dw)
+    return dS, ScalarGrads(dq, dk, dv, dw)

@@ -1,8 +1,8 @@
-"""Where the chunks of a call lie in time, and how their rows are read from and written to `[B, T, H, D]` arrays.
+"""Where the slots of a call lie in time, and how their rows are read from and written to `[B, T, H, D]` arrays.
 
-A slot is one chunk of C rows of one sequence. Slots are visited in the order of the recurrence; a slot that its sequence
-does not fill reads rows of its neighbours and masks them to steps that change nothing (q = k = v = 0, log decay 0), and
-writes its own rows only. Slices and writes happen inside the loop over slots, so no array is copied into chunk form.
+A slot is R rows of one sequence, which the loop takes at once. Slots are visited in the order of the recurrence; a slot that
+its sequence does not fill reads rows of its neighbours and masks them to steps that change nothing (q = k = v = 0, log decay
+0), and writes its own rows only. Slices and writes happen inside the loop over slots, so no array is copied into slot form.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class InSequence(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One chunk. Rows are in the order of the recurrence: from the last token backwards when it is reversed."""
+    """R rows. They are in the order of the recurrence: from the last token backwards when it is reversed."""
 
     start: Array  # first token that is read
-    mine: Array | None  # [C] which rows belong to the slot; None: all
+    mine: Array | None  # [R] which rows belong to the slot; None: all
     packed: InSequence | None  # None: one sequence in each row of the batch
     span: tuple[Array, Array]  # tokens [from, to) of the slot
 
@@ -54,9 +54,9 @@ def put(x: Array, update: Array, start: Array | int, axis: int = 1) -> Array:
 class Slots:
     """The slots of a call: `count` of them are used, `capacity` bounds the count when it is traced."""
 
-    rows: int  # C
+    rows: int  # R
     length: int  # T: the tokens there are
-    tokens: int  # the tokens the arrays have: at least C
+    tokens: int  # the tokens the arrays have: at least R
     reverse: bool
     capacity: int
     count: Array | int
@@ -71,7 +71,7 @@ class Slots:
 
     @classmethod
     def packed(cls, rows: int, tokens: int, reverse: bool, cu_seqlens: Array) -> Slots:
-        """Sequences end to end in one row: sequence n has ceil(length / C) slots, at most T // C + N in all."""
+        """Sequences end to end in one row: sequence n has ceil(length / R) slots, at most T // R + N in all."""
         sequences = cu_seqlens.shape[0] - 1
         capacity = tokens // rows + sequences
         slots_of = -(-jnp.diff(cu_seqlens) // rows)  # [N]
@@ -106,25 +106,25 @@ class Slots:
         return Slot(start, mine, packed, (low, high))
 
     def padded(self, x: Array) -> Array:
-        """`x [B, T, ...]` with zero rows after the last token when there are fewer than one chunk."""
+        """`x [B, T, ...]` with zero rows after the last token when there are fewer than one slot's."""
         missing = self.tokens - x.shape[1]
         return x if missing == 0 else jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
 
     def read(self, x: Array, slot: Slot, heads: int, dtype: np.dtype) -> Array:
-        """The slot's rows of `x [B, T, h, ...]` as `[B, heads, C, ...]`; h divides heads; foreign rows are 0."""
+        """The slot's rows of `x [B, T, h, ...]` as `[B, heads, R, ...]`; h divides heads; foreign rows are 0."""
         rows = take(x, slot.start, self.rows).astype(dtype)
         rows = rows[:, ::-1] if self.reverse else rows
         if slot.mine is not None:
             rows = jnp.where(slot.mine.reshape(1, -1, *[1] * (x.ndim - 2)), rows, 0)
-        rows = jnp.swapaxes(rows, 1, 2)  # [B, h, C, ...]
+        rows = jnp.swapaxes(rows, 1, 2)  # [B, h, R, ...]
         return rows if rows.shape[1] == heads else jnp.repeat(rows, heads // rows.shape[1], axis=1)
 
     def write(self, x: Array, slot: Slot, rows: Array) -> Array:
-        """`x [B, T, h, ...]` with the slot's rows set from `[B, heads, C, ...]`, summed over the heads of a group."""
+        """`x [B, T, h, ...]` with the slot's rows set from `[B, heads, R, ...]`, summed over the heads of a group."""
         group = rows.shape[1] // x.shape[2]
         if group > 1:
             rows = rows.reshape(rows.shape[0], x.shape[2], group, *rows.shape[2:]).sum(2)
-        rows = jnp.swapaxes(rows, 1, 2).astype(x.dtype)  # [B, C, h, ...]
+        rows = jnp.swapaxes(rows, 1, 2).astype(x.dtype)  # [B, R, h, ...]
         mine = slot.mine
         if self.reverse:
             rows, mine = rows[:, ::-1], None if mine is None else mine[::-1]

@@ -1,6 +1,6 @@
 """A linear-attention problem solved by XLA, differentiable in both modes.
 
-Reverse mode is the chunked backward pass with the inputs and one state per chunk as residuals; forward mode differentiates
+Reverse mode is the chunked backward pass with the inputs and one state per slot as residuals; forward mode differentiates
 the forward loops. Both hang on one derivative rule through `linear_map`, so `jax.jvp`, `jax.grad` and their compositions work.
 """
 
@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
 from ejkernel.kernels._xla.recurrent import _walk
+from ejkernel.kernels._xla.recurrent._heuristics import chunks_together
 from ejkernel.kernels._xla.recurrent._transposable import linear_map
 from ejkernel.kernels._xla.recurrent._walk import Plan
 
@@ -39,6 +40,7 @@ def _plan(problem: LinearProblem, cfg: LinearConfig) -> Plan:
     return Plan(
         schedule=cfg.schedule,
         rows=rows,
+        chunks=chunks_together(problem, rows),
         scale=problem.scale,
         reverse=problem.reverse,
         state=problem.state_dtype,

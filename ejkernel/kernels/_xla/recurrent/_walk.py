@@ -1,7 +1,8 @@
-"""The loops over chunks: forward in the order of the recurrence, backward against it.
+"""The loops over slots of M chunks each: forward in the order of the recurrence, backward against it.
 
-The state passes from slot to slot in the loop's carry; outputs and gradients are written into carried arrays. The forward
-pass keeps the state before each slot when a gradient will be asked; the backward pass recomputes everything else.
+Chunks of one slot are computed side by side, which gives the device M times as many matrix products to spread; only the state
+passes through them in turn, and from slot to slot in the loop's carry. Outputs and gradients are written into carried arrays.
+The forward pass keeps the state before each slot when a gradient will be asked; the backward pass recomputes everything else.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Plan:
 
     schedule: str
     rows: int  # tokens per chunk
+    chunks: int  # chunks per slot
     scale: float
     reverse: bool
     state: np.dtype
@@ -43,8 +45,16 @@ class Plan:
 
     def slots(self, tokens: int, cu_seqlens: Array | None) -> Slots:
         if cu_seqlens is None:
-            return Slots.dense(self.rows, tokens, self.reverse)
-        return Slots.packed(self.rows, tokens, self.reverse, cu_seqlens)
+            return Slots.dense(self.rows * self.chunks, tokens, self.reverse)
+        return Slots.packed(self.rows * self.chunks, tokens, self.reverse, cu_seqlens)
+
+    def split(self, x: Array) -> Array:
+        """A slot's rows `[B, H, M * C, ...]` by chunks, `[B, H, M, C, ...]`."""
+        return x.reshape(*x.shape[:2], self.chunks, self.rows, *x.shape[3:])
+
+    def joined(self, x: Array) -> Array:
+        """The rows of a slot's chunks `[B, H, M, C, ...]` as `[B, H, M * C, ...]`."""
+        return x.reshape(*x.shape[:2], self.chunks * self.rows, *x.shape[4:])
 
 
 def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: bool) -> tuple[Array, Array, Array | None]:
@@ -167,11 +177,13 @@ def _decays(
 
 def _chunk_forward(plan: Plan, arrays: Arrays, slots: Slots, slot: Slot, state: Array) -> tuple[Array, Array]:
     heads = arrays["query"].shape[2]
-    q, k, v = (slots.read(arrays[name], slot, heads, plan.state) for name in ("query", "key", "value"))
-    w, a, b = _decays(plan, arrays, slots, slot, heads)
+    q, k, v = (plan.split(slots.read(arrays[name], slot, heads, plan.state)) for name in ("query", "key", "value"))
+    w, a, b = (plan.split(x) if x is not None else None for x in _decays(plan, arrays, slots, slot, heads))
     if a is None and b is None:
-        return _scalar_chunk.forward(plan.matmul, state, q, k, v, w)
-    return _gated_chunk.forward(plan.matmul, state, q, k, v, a, b)
+        state, output = _scalar_chunk.forward(plan.matmul, state, q, k, v, w)
+    else:
+        state, output = _gated_chunk.forward(plan.matmul, state, q, k, v, a, b)
+    return state, plan.joined(output)
 
 
 def _chunk_backward(
@@ -179,8 +191,9 @@ def _chunk_backward(
 ) -> tuple[Array, dict[str, Array]]:
     """(adjoint of the state before the slot, gradients by name, each `[B, H, C, ...]`)."""
     heads = arrays["query"].shape[2]
-    q, k, v = (slots.read(arrays[name], slot, heads, plan.state) for name in ("query", "key", "value"))
-    w, a, b = _decays(plan, arrays, slots, slot, heads)
+    q, k, v = (plan.split(slots.read(arrays[name], slot, heads, plan.state)) for name in ("query", "key", "value"))
+    w, a, b = (plan.split(x) if x is not None else None for x in _decays(plan, arrays, slots, slot, heads))
+    drows = plan.split(drows)
     if a is None and b is None:
         dstate, scalar = _scalar_chunk.backward(plan.matmul, state, dstate, q, k, v, w, drows)
         found = {"query": scalar.dq, "key": scalar.dk, "value": scalar.dv}
@@ -193,7 +206,7 @@ def _chunk_backward(
         per_row = jnp.sum(per_channel, -1)  # type: ignore[arg-type]  # one of the two gates is given
     if per_row is not None:
         found |= {"g": per_row, "g_gamma": per_row}
-    return dstate, found
+    return dstate, {name: plan.joined(grad) for name, grad in found.items()}
 
 
 def _steps(
