@@ -67,10 +67,10 @@ def prepare(
 ):  # fmt: skip
     """Grid (slots, heads). A [slots, H, 64, 64], qd, kd [slots, H, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK.
 
-    totals [slots, H, 8, K] (None: not kept): the decay of each block of 8 rows, for `_side`.
+    totals [slots, H, 8, K] (None: not kept): the decay of each block of 8 rows, for `_side`. Without q neither A nor qd.
     """
     C: tl.constexpr = 64
-    DT: tl.constexpr = A.dtype.element_ty
+    DT: tl.constexpr = kd.dtype.element_ty
     VEC: tl.constexpr = BK // 32
     s = tl.program_id(0)
     head = tl.program_id(1)
@@ -93,7 +93,8 @@ def prepare(
     og = ((r >> 2) * (SIGN * HG * K))[:, None]
     od = ((r >> 2) * KP)[:, None]
     inside = (chunk_row < rows)[:, None]
-    q += (token * H + head) * K
+    if q is not None:
+        q += (token * H + head) * K
     k += (token * HK + head // (H // HK)) * K
     g += (token * HG + head // (H // HG)) * K
     dst = index * (C * KP)
@@ -104,7 +105,8 @@ def prepare(
     acc = tl.zeros([C, C], tl.float32)  # the rest: levels 4 and 5
     for ik in range(0, KP, BK):
         if EVEN and K % BK == 0:
-            bq = tl.load(q + ik + cq + oq)
+            if q is not None:
+                bq = tl.load(q + ik + cq + oq)
             bk = tl.load(k + ik + ck + ok)
             bg = tl.load(g + ik + cg + og)
         else:
@@ -112,7 +114,8 @@ def prepare(
                 m = inside
             else:
                 m = inside & (ik + tl.arange(0, BK)[None, :] < K)
-            bq = tl.load(q + ik + cq + oq, mask=m, other=0.0)
+            if q is not None:
+                bq = tl.load(q + ik + cq + oq, mask=m, other=0.0)
             bk = tl.load(k + ik + ck + ok, mask=m, other=0.0)
             bg = tl.load(g + ik + cg + og, mask=m, other=0.0)
         bg = bg.to(tl.float32)
@@ -124,17 +127,21 @@ def prepare(
             if gamma is not None:
                 total += tl.where(chunk_row < rows, tl.load(gamma + seq * H + head).to(tl.float32), 0.0)
             bg += total[:, None]
-        bq = tl.reshape(bq, [16, 4, BK])
         bk = tl.reshape(bk, [16, 4, BK])
         e = tl.reshape(exp_of_log(bg, APPROXIMATE), [16, 4, BK])
-        acc16 = tl.where(x16 == 0, tl.dot(tl.permute(bq, [1, 0, 2]), tl.permute(bk, [1, 2, 0])) * scale + acc16, acc16)
-        fq = tl.reshape(bq.to(tl.float32) * scale * e, [2, 2, 2, 2, 2, 2, BK])
+        fq = tl.reshape(e, [2, 2, 2, 2, 2, 2, BK])
+        if q is not None:
+            bq = tl.reshape(bq, [16, 4, BK])
+            same = tl.dot(tl.permute(bq, [1, 0, 2]), tl.permute(bk, [1, 2, 0]))
+            acc16 = tl.where(x16 == 0, same * scale + acc16, acc16)
+            fq = tl.reshape(bq.to(tl.float32) * scale * e, [2, 2, 2, 2, 2, 2, BK])
         fk = tl.reshape(bk.to(tl.float32), [2, 2, 2, 2, 2, 2, BK])
         p = tl.reshape(e, [2, 2, 2, 2, 2, 2, BK])
         for level in tl.static_range(4):  # row bits 0-3: axes 3, 2, 1, 0
-            P = tl.permute(tl.reshape(tl.where(_upper(3 - level), fq, fk).to(DT), [16, 4, BK]), [1, 0, 2])
-            s16 = tl.dot(P, tl.permute(P, [0, 2, 1]))
-            acc16 = tl.where((x16 >> level) == 1, acc16 + s16, acc16)
+            if q is not None:
+                P = tl.permute(tl.reshape(tl.where(_upper(3 - level), fq, fk).to(DT), [16, 4, BK]), [1, 0, 2])
+                s16 = tl.dot(P, tl.permute(P, [0, 2, 1]))
+                acc16 = tl.where((x16 >> level) == 1, acc16 + s16, acc16)
             fq, fk, p = _double(fq, fk, p, 3 - level)
             if level == 2 and totals is not None:
                 i = tl.arange(0, 8)[:, None]
@@ -142,26 +149,29 @@ def prepare(
                 column = ik + tl.arange(0, BK)[None, :]
                 tl.store(totals + (index * 8 + n) * K + column, tl.reshape(p, [8, BK]), mask=column < K)
         for level in tl.static_range(4, 6):  # row bits 4, 5 (warps): axes 5, 4
-            P = tl.permute(tl.reshape(tl.where(_upper(9 - level), fq, fk).to(DT), [16, 4, BK]), [1, 0, 2])
-            P = tl.reshape(P, [C, BK])
-            whole = tl.dot(P, tl.trans(P))
-            if KP > BK:
-                acc = tl.where((x >> level) == 1, acc + whole, acc)
-            else:
-                acc = tl.where((x >> level) == 1, whole, acc)
+            if q is not None:
+                P = tl.permute(tl.reshape(tl.where(_upper(9 - level), fq, fk).to(DT), [16, 4, BK]), [1, 0, 2])
+                P = tl.reshape(P, [C, BK])
+                whole = tl.dot(P, tl.trans(P))
+                if KP > BK:
+                    acc = tl.where((x >> level) == 1, acc + whole, acc)
+                else:
+                    acc = tl.where((x >> level) == 1, whole, acc)
             fq, fk, p = _double(fq, fk, p, 9 - level)
-        tl.store(qd + (dst + ik) + cd + od, tl.reshape(fq, [C, BK]).to(DT))
+        if q is not None:
+            tl.store(qd + (dst + ik) + cd + od, tl.reshape(fq, [C, BK]).to(DT))
         tl.store(kd + (dst + ik) + cd + od, tl.reshape(fk, [C, BK]).to(DT))
         tl.store(tot + index * KP + ik + tl.arange(0, BK), tl.reshape(p, [BK]))
-    A += index * (C * C)
-    w16 = tl.arange(0, 4)[:, None, None] * 16
-    a16 = tl.where((r16[:, None] >= r16[None, :])[None, :, :], acc16, 0.0).to(DT)
-    tl.store(A + (w16 + r16[None, :, None]) * C + w16 + r16[None, None, :], a16)
-    # as [32, 128]: a [64, 64] store would share its vector width with the [64, BK] loads above (coalescing pass)
-    a = tl.reshape(tl.where(r[:, None] > r[None, :], acc, 0.0).to(DT), [32, 128])
-    rr = tl.arange(0, 32)
-    cc = tl.arange(0, 128)
-    tl.store(A + rr[:, None] * 128 + cc[None, :], a, mask=(rr // 8)[:, None] != ((cc % 64) // 16)[None, :])
+    if q is not None:
+        A += index * (C * C)
+        w16 = tl.arange(0, 4)[:, None, None] * 16
+        a16 = tl.where((r16[:, None] >= r16[None, :])[None, :, :], acc16, 0.0).to(DT)
+        tl.store(A + (w16 + r16[None, :, None]) * C + w16 + r16[None, None, :], a16)
+        # as [32, 128]: a [64, 64] store would share its vector width with the [64, BK] loads above (coalescing pass)
+        a = tl.reshape(tl.where(r[:, None] > r[None, :], acc, 0.0).to(DT), [32, 128])
+        rr = tl.arange(0, 32)
+        cc = tl.arange(0, 128)
+        tl.store(A + rr[:, None] * 128 + cc[None, :], a, mask=(rr // 8)[:, None] != ((cc % 64) // 16)[None, :])
 
 
 @triton.jit

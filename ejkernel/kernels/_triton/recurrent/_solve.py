@@ -12,7 +12,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
-from ejkernel.kernels._triton.recurrent import _launch, _launch_key
+from ejkernel.kernels._triton.recurrent import _launch, _launch_both, _launch_key
 from ejkernel.kernels._triton.recurrent._batching import foldable
 from ejkernel.kernels._triton.recurrent._candidates import refusal
 from ejkernel.kernels._triton.recurrent._launch import Call, shape, sides
@@ -111,6 +111,8 @@ def _launch_forward(
         return output, final, {"states": states} if keep else {}
     if _launch_key.fits(call):
         return _launch_key.forward(call, wanted is not None)
+    if _launch_both.fits(call):
+        return _launch_both.forward(call, wanted is not None)
     starts, final = _launch.walk(call, arrays["key"], arrays["value"], call.get("initial_state"))
     key, value = sides(call, None)
     key_pairs = _launch.gated_pairs(call, key)
@@ -142,8 +144,10 @@ def _launch_backward(
         if "g_gamma" in arrays:
             grads["g_gamma"] = jnp.zeros_like(arrays["g_gamma"])  # nobody asks for it
         return {name: _reduced(grads[name], x) for name, x in arrays.items()}
-    if not saved and _launch_key.fits(call):  # the call itself went step by step and kept nothing
-        _, _, saved = _launch_key.forward(call, keep=True)
+    if not saved:  # the call itself went step by step and kept nothing
+        for by_channel in (_launch_key, _launch_both):
+            if by_channel.fits(call):
+                _, _, saved = by_channel.forward(call, keep=True)
     starts = saved["states"] if "states" in saved else _launch.walk(call, k, v, call.get("initial_state"))[0]
     if call.gated_by_head and _launch.one_pass(call, q.shape[3]):
         grads["value"], ends, grads["initial_state"] = _launch.scalar_backward_of_value(call, doutput, dfinal)
@@ -152,11 +156,7 @@ def _launch_backward(
         ends, grads["initial_state"] = _launch.walk(call, q, doutput, dfinal, adjoint=True)
         grads["query"], grads["key"], grads["value"], dlog = _launch.scalar_backward(call, doutput, starts, ends, of_value=True)
     else:
-        if "qd" in saved:
-            ends, grads["initial_state"] = _launch_key.adjoint(call, doutput, saved["qd"], saved["tot"], dfinal)
-        else:
-            ends, grads["initial_state"] = _launch.walk(call, q, doutput, dfinal, adjoint=True)
-        dlog = _gated_backward(call, doutput, saved, starts, ends, grads)
+        dlog = _gated_backward(call, doutput, saved, starts, dfinal, grads)
     grads["g"] = dlog
     if "g_gamma" in arrays:
         assert dlog is not None
@@ -165,14 +165,13 @@ def _launch_backward(
 
 
 def _gated_backward(
-    call: Call, do: Array, saved: dict[str, Any], starts: Array, ends: Array, grads: dict[str, Array | None]
+    call: Call, do: Array, saved: dict[str, Any], starts: Array, dfinal: Array | None, grads: dict[str, Array | None]
 ) -> Array | None:
-    """Fills in dq, dk, dv, dgk and dgv per query head; returns the gradient of the head's own log decay [B, T, H]."""
+    """Fills in all gradients per query head but g's and g_gamma's; returns that of the head's own log decay [B, T, H]."""
     key, value = sides(call, do)
     B, T, H, K, V = call.dims
     by_head = "g" in call.arrays or "g_gamma" in call.arrays
     on_key = by_head and key.gate is not None
-    pairs = saved["pairs"] if "pairs" in saved else _launch.gated_pairs(call, key)
 
     def gate(name: str, channels: int, summed: bool) -> dict[str, jax.ShapeDtypeStruct]:
         x = call.get(name)
@@ -181,15 +180,22 @@ def _gated_backward(
         return {"dg": shape((B, T, H, channels), np.float32 if summed else _launch.per_head_dtype(call, x))}
 
     q = call.arrays["query"]
-    out = {"dx": shape(q.shape, q.dtype), "dy": shape((B, T, H, K), _launch.per_head_dtype(call, key.y))}
-    out |= gate("gk", K, on_key)
-    if _launch_key.fits(call):
-        grads["query"], grads["key"], *dgk = _launch_key.backward(call, do, saved["totals"], starts, ends, out)
+    key_out = {"dx": shape(q.shape, q.dtype), "dy": shape((B, T, H, K), _launch.per_head_dtype(call, key.y))}
+    key_out |= gate("gk", K, on_key)
+    value_out = {"dy": shape((B, T, H, V), _launch.per_head_dtype(call, value.y)), **gate("gv", V, by_head and not on_key)}
+    if _launch_both.fits(call):
+        of_keys, of_values, grads["initial_state"] = _launch_both.backward(call, do, saved, dfinal, key_out, value_out)
     else:
-        value_pairs = _launch.gated_pairs(call, value)
-        grads["query"], grads["key"], *dgk = _launch.one_side(call, key, value, value_pairs, starts, ends, out)
-    out = {"dy": shape((B, T, H, V), _launch.per_head_dtype(call, value.y)), **gate("gv", V, by_head and not on_key)}
-    grads["value"], *dgv = _launch.one_side(call, value, key, pairs, starts, ends, out)
+        pairs = saved["pairs"] if "pairs" in saved else _launch.gated_pairs(call, key)
+        if _launch_key.fits(call):
+            ends, grads["initial_state"] = _launch_key.adjoint(call, do, saved["qd"], saved["tot"], dfinal)
+            of_keys = _launch_key.backward(call, do, saved["totals"], starts, ends, key_out)
+        else:
+            ends, grads["initial_state"] = _launch.walk(call, q, do, dfinal, adjoint=True)
+            of_keys = _launch.one_side(call, key, value, _launch.gated_pairs(call, value), starts, ends, key_out)
+        of_values = _launch.one_side(call, value, key, pairs, starts, ends, value_out)
+    grads["query"], grads["key"], *dgk = of_keys
+    grads["value"], *dgv = of_values
     grads["gk"], grads["gv"] = dgk[0] if dgk else None, dgv[0] if dgv else None
     if not by_head:
         return None
