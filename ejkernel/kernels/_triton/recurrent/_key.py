@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import load_rows, load_state, slot_at, store_rows, store_state
+from ejkernel.kernels._triton.recurrent._tiles import all_mild, load_rows, load_state, slot_at, store_rows, store_state
 from ejkernel.kernels._triton.recurrent._walk import combined, segment_at
 
 
@@ -59,25 +59,15 @@ def _double(fq, fk, total, AXIS: tl.constexpr):
 
 
 @triton.jit
-def prepare(
-    q, k, g, gs, gamma, slots, scale, T, NT,
+def _prepare_one(
+    q, k, g, gs, gamma, token, rows, seq, head, index, scale,
     A, qd, kd, tot, totals,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, heads). A [slots, H, 64, 64], qd, kd [slots, H, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK.
-
-    totals [slots, H, 8, K] (None: not kept): the decay of each block of 8 rows, for `_side`. Without q neither A nor qd.
-    """
     C: tl.constexpr = 64
     DT: tl.constexpr = kd.dtype.element_ty
     VEC: tl.constexpr = BK // 32
-    s = tl.program_id(0)
-    head = tl.program_id(1)
-    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
-    if rows <= 0:
-        return
-    index = s.to(tl.int64) * H + head
     # Tile row r is chunk row (r % 4) * 16 + r // 4.  With 4 warps and VEC = BK / 32 columns a thread, the compiler's
     # blocked layout then gives warp w the rows 16w..16w+15, all 16 in the same thread: levels 0-3 touch registers only.
     r = tl.arange(0, C)
@@ -175,6 +165,34 @@ def prepare(
 
 
 @triton.jit
+def prepare(
+    q, k, g, gs, gamma, slots, mild, scale, T, NT, COUNT, filled_A, filled_qd, filled_kd, filled_tot,
+    A, qd, kd, tot, totals,
+    H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, APPROXIMATE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Grid (groups of GROUP of COUNT slots, heads). Chunks that are `mild` [slots, H] were done before, in the same memory.
+
+    A [slots, H, 64, 64], qd, kd [slots, H, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK. totals [slots, H, 8, K] (None:
+    not kept): the decay of each block of 8 rows, for `_side`. Without q neither A nor qd.
+    """
+    first = tl.program_id(0) * GROUP
+    head = tl.program_id(1)
+    if all_mild(mild, first, head, COUNT, H, GROUP):
+        return
+    for n in range(GROUP):
+        s = first + n
+        if s < COUNT:
+            token, rows, seq = slot_at(slots, s, T, NT, 64, SIGN)
+            index = s.to(tl.int64) * H + head
+            if (rows > 0) & (tl.load(mild + index) == 0):
+                _prepare_one(
+                    q, k, g, gs, gamma, token, rows, seq, head, index, scale, A, qd, kd, tot, totals, H, HK, HG, HGS, K, KP, BK,
+                    SIGN, EVEN, APPROXIMATE,
+                )  # fmt: skip
+
+
+@triton.jit
 def outputs(
     qd, kd, tot, A, v, begin, ends, end_decay, slots, segments, T, NT, NS, SC,
     o, final, states, decay,
@@ -183,7 +201,8 @@ def outputs(
 ):  # fmt: skip
     """Grid (value tiles * segments, heads). With decay given: only each segment's end (in final) and its decay.
 
-    ADJOINT walks back in time with q * pre for kd and do for v: states are then the adjoints after every chunk, o is None.
+    ADJOINT walks back in time with q * pre for kd, k * suf for qd and do for v: o is then dv, states the adjoints after every
+    chunk.
     """
     C: tl.constexpr = 64
     SEGMENT: tl.constexpr = decay is not None
@@ -228,6 +247,8 @@ def outputs(
             if o is not None:
                 bq = tl.load(qd + index * (C * KP) + tile)
                 ba = tl.load(A + index * (C * C) + r[:, None] * C + r[None, :])  # [C, C]
+                if ADJOINT:
+                    ba = tl.trans(ba)
                 bo = tl.dot(ba, bv, tl.dot(bq, S.to(bq.dtype)))
                 store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
         S = tl.dot(tl.trans(bk), bv, S * bt[:, None])

@@ -11,7 +11,7 @@ import numpy as np
 from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels._triton.recurrent import _both, _pairs
 from ejkernel.kernels._triton.recurrent._launch import Call, absent, shape, sides
-from ejkernel.kernels._triton.recurrent._launch_key import one_side, pairs_shapes, prepared, prepared_keys
+from ejkernel.kernels._triton.recurrent._launch_key import Prepared, one_side, pairs_shapes, prepared, prepared_keys
 from ejkernel.kernels._triton.recurrent._plan import Array, Segments
 
 
@@ -24,52 +24,44 @@ def fits(call: Call) -> bool:
 def forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Any]]:
     """(output, final state, what the gradient starts from if kept)."""
     B, T, H, _, V = call.dims
-    v, gv = call.arrays["value"], call.arrays["gv"]
     keys = prepared_keys(call, keep)
-    values = prepared(call, None, v, gv, 1.0, g=None, g_gamma=None, totals=True)
-    assert keys.pairs is not None
-    assert keys.xd is not None
-    assert values.totals is not None
+    values = _prepared_values(call, None)
     starts, final = _walk(call, (keys.yd, values.yd), (keys.tot, values.tot), call.get("initial_state"), adjoint=False)
-    M, near = _arranged(call, keys.pairs, 1.0)
+    pairs = _arranged(call, keys, values, 1.0)
     key, value = sides(call, None)
     out = {"dx": shape((B, T, H, V), call.plan.output)}
-    (output,) = one_side(call, value, key, (M, near), values.totals, (keys.xd, None), keys.tot, starts, None, out)
-    if not keep:
-        return output, final, {}
-    saved = {"states": starts, "pairs": M, "near": near, "totals": keys.totals, "qd": keys.xd, "kd": keys.yd, "tot": keys.tot}
-    return output, final, saved
+    (output,) = one_side(call, value, key, values, keys, pairs, starts, None, out)
+    return output, final, {"states": starts, "arranged": pairs[0], "near": pairs[1], **keys._asdict()} if keep else {}
 
 
 def backward(
-    call: Call, do: Array, saved: dict[str, Any], dfinal: Array | None, key_out: dict[str, jax.ShapeDtypeStruct],
-    value_out: dict[str, jax.ShapeDtypeStruct],
+    call: Call, do: Array, keys: Prepared, arranged: tuple[Array, ...], starts: Array, dfinal: Array | None,
+    key_out: dict[str, jax.ShapeDtypeStruct], value_out: dict[str, jax.ShapeDtypeStruct],
 ) -> tuple[list[Array], list[Array], Array]:  # fmt: skip
     """([dq, dk, dgk], [dv, dgv], gradient of the initial state), from what `forward` has kept."""
-    v, gv = call.arrays["value"], call.arrays["gv"]
-    qd, kd, tot, starts = (saved[name] for name in ("qd", "kd", "tot", "states"))
-    values = prepared(call, do, v, gv, 1.0, g=None, g_gamma=None, totals=True)
-    assert values.pairs is not None
+    values = _prepared_values(call, do)
+    assert keys.xd is not None
     assert values.xd is not None
-    assert values.totals is not None
-    ends, dinitial = _walk(call, (qd, values.xd), (tot, values.tot), dfinal, adjoint=True)
-    pairs = _arranged(call, values.pairs, call.plan.scale)
+    ends, dinitial = _walk(call, (keys.xd, values.xd), (keys.tot, values.tot), dfinal, adjoint=True)
     key, value = sides(call, do)
-    of_keys = one_side(call, key, value, pairs, saved["totals"], (values.xd, values.yd), values.tot, starts, ends, key_out)
-    of_values = one_side(
-        call, value, key, (saved["pairs"], saved["near"]), values.totals, (qd, kd), tot, starts, ends, value_out
-    )
+    of_keys = one_side(call, key, value, keys, values, _arranged(call, values, keys, call.plan.scale), starts, ends, key_out)
+    of_values = one_side(call, value, key, values, keys, arranged, starts, ends, value_out)
     return of_keys, of_values, dinitial
 
 
-def _arranged(call: Call, pairs: Array, scale: float) -> tuple[Array, Array]:
-    """`scale` times the pairs of a side as the other one reads them."""
+def _prepared_values(call: Call, do: Array | None) -> Prepared:
+    return prepared(call, do, call.arrays["value"], call.arrays["gv"], 1.0, g=None, g_gamma=None, totals=True)
+
+
+def _arranged(call: Call, own: Prepared, reader: Prepared, scale: float) -> tuple[Array, ...]:
+    """`scale` times the pairs of a side as the other one, the reader, needs them."""
     plan, (_, T, H, _, _), slots = call.plan, call.dims, call.slots
-    M, near = triton_call(
-        pairs, slots.table, scale, T, slots.per_sequence, kernel=_pairs.pairs_of_gated, grid=(slots.count, H), H=H,
-        SIGN=plan.sign, num_warps=4, out_shape=pairs_shapes(call),
+    return tuple(
+        triton_call(
+            own.pairs, slots.table, reader.mild, scale, T, slots.per_sequence, kernel=_pairs.pairs_of_gated,
+            grid=(slots.count, H), H=H, SIGN=plan.sign, num_warps=4, out_shape=pairs_shapes(call),
+        )
     )  # fmt: skip
-    return M, near
 
 
 def _walk(

@@ -19,12 +19,14 @@ def block_row(r):
 
 @triton.jit
 def pairs_of_plain(
-    x, y, slots, scale, T, NT,
+    x, y, slots, mild, scale, T, NT,
     M, near,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr,
     EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Grid (slots, heads). M [slots, H, 64, 64] in tile order: scale * x_t . y_s for s <= t, and the same at (s, t).
+
+    Nothing for chunks that are `mild` [slots, H].
 
     near [slots, H, 8, 8, 8], float32: element [b, s, t] is the pair (t, s) inside block b.
     """
@@ -33,6 +35,8 @@ def pairs_of_plain(
     head = tl.program_id(1)
     token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
     if rows <= 0:
+        return
+    if tl.load(mild + s.to(tl.int64) * H + head) == 1:
         return
     r = tl.arange(0, C)
     row = block_row(r)
@@ -56,7 +60,7 @@ def _store_pairs(M, near, index, both):
 
 
 @triton.jit
-def pairs_of_gated(A, slots, scale, T, NT, M, near, H: tl.constexpr, SIGN: tl.constexpr):
+def pairs_of_gated(A, slots, mild, scale, T, NT, M, near, H: tl.constexpr, SIGN: tl.constexpr):
     """Grid (slots, heads). `scale` times the pairs A [slots, H, 64, 64] of `_key.prepare`, left as `pairs_of_plain` does."""
     s = tl.program_id(0)
     head = tl.program_id(1)
@@ -64,6 +68,8 @@ def pairs_of_gated(A, slots, scale, T, NT, M, near, H: tl.constexpr, SIGN: tl.co
     if rows <= 0:
         return
     index = s.to(tl.int64) * H + head
+    if tl.load(mild + index) == 1:
+        return
     row = block_row(tl.arange(0, 64))
     later = tl.maximum(row[:, None], row[None, :])
     sooner = tl.minimum(row[:, None], row[None, :])

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ejkernel.kernels._triton.recurrent._key import exp_of_log
 from ejkernel.kernels._triton.recurrent._pairs import block_row, permuted
-from ejkernel.kernels._triton.recurrent._tiles import dot, load_state, slot_at
+from ejkernel.kernels._triton.recurrent._tiles import all_mild, dot, load_state, slot_at
 
 
 @triton.jit
@@ -200,37 +200,16 @@ def _from_states(
 
 
 @triton.jit
-def side(
-    x, y, g, gs, gamma, M, near, totals, x2, y2, tot2, starts, ends, slots, scale, T, NT,
+def _side_one(
+    x, y, g, gs, gamma, M, near, totals, x2, y2, tot2, starts, ends, token, rows, seq, head, index, col, scale,
     dx, dy, dg,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
     APPROXIMATE: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BD own channels * slots, heads). Forward (value side): x, ends, dy and dg are None, dx is the output.
-
-    M [slots, H, 64, 64]: the opposite pairs, symmetric, in tile order; near: those inside blocks of 8 rows (`pairs_of_plain`,
-    `pairs_of_gated`). totals [slots, H, 8, D]: each block's decay.
-
-    x2, y2 [tokens, heads, D2], or, where the opposite side has a gate, [slots, H, 64, P2] with its decays in them, and tot2
-    [slots, H, P2] its decay over a slot (`_key.prepare`); P2 is 0 where it has none.
-
-    starts, ends [slots, H, K, V]: state before, adjoint after each slot; STRIDE and STRIDE2 are the own and the opposite
-    channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the pairs, which costs
-    registers and hides the time of a long loop over them.
-    """
     C: tl.constexpr = 64
     DT: tl.constexpr = M.dtype.element_ty
-    TILES: tl.constexpr = (D + BD - 1) // BD
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    col = (pid % TILES) * BD
-    s = pid // TILES
-    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
-    if rows <= 0:
-        return
-    index = s.to(tl.int64) * H + head
     M += index * (C * C)
     blk = tl.arange(0, 8)[None, :]
     c = col + tl.arange(0, BD)[:, None]
@@ -329,3 +308,45 @@ def side(
             _store_row(dy + at + step, dys[t], blk * 8 + t, rows, c, D, BD, EVEN)
         if dg is not None:
             _store_row(dg + at + step, dgs[t] + whole, blk * 8 + t, rows, c, D, BD, EVEN)
+
+
+@triton.jit
+def side(
+    x, y, g, gs, gamma, M, near, totals, x2, y2, tot2, starts, ends, slots, mild, scale, T, NT, COUNT, filled_dx, filled_dy,
+    filled_dg,
+    dx, dy, dg,
+    H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
+    HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
+    STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+    APPROXIMATE: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BD own channels * groups of GROUP of COUNT slots, heads). Chunks that are `mild` were done before, in the
+    same memory. Forward (value side): x, ends, dy and dg are None, dx is the output.
+
+    M [slots, H, 64, 64]: the opposite pairs, symmetric, in tile order; near: those inside blocks of 8 rows (`pairs_of_plain`,
+    `pairs_of_gated`). totals [slots, H, 8, D]: each block's decay.
+
+    x2, y2 [tokens, heads, D2], or, where the opposite side has a gate, [slots, H, 64, P2] with its decays in them, and tot2
+    [slots, H, P2] its decay over a slot (`_key.prepare`); P2 is 0 where it has none.
+
+    starts, ends [slots, H, K, V]: state before, adjoint after each slot; STRIDE and STRIDE2 are the own and the opposite
+    channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the pairs, which costs
+    registers and hides the time of a long loop over them.
+    """
+    TILES: tl.constexpr = (D + BD - 1) // BD
+    pid = tl.program_id(0)
+    head = tl.program_id(1)
+    first = (pid // TILES) * GROUP
+    if all_mild(mild, first, head, COUNT, H, GROUP):
+        return
+    for n in range(GROUP):
+        s = first + n
+        if s < COUNT:
+            token, rows, seq = slot_at(slots, s, T, NT, 64, SIGN)
+            index = s.to(tl.int64) * H + head
+            if (rows > 0) & (tl.load(mild + index) == 0):
+                _side_one(
+                    x, y, g, gs, gamma, M, near, totals, x2, y2, tot2, starts, ends, token, rows, seq, head, index,
+                    (pid % TILES) * BD, scale, dx, dy, dg, H, HX, HY, HG, HGS, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
+                    SIGN, EVEN, PREC, APPROXIMATE, STAGES, STATES_FIRST,
+                )  # fmt: skip

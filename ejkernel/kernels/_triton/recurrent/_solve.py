@@ -183,16 +183,19 @@ def _gated_backward(
     key_out = {"dx": shape(q.shape, q.dtype), "dy": shape((B, T, H, K), _launch.per_head_dtype(call, key.y))}
     key_out |= gate("gk", K, on_key)
     value_out = {"dy": shape((B, T, H, V), _launch.per_head_dtype(call, value.y)), **gate("gv", V, by_head and not on_key)}
+    if _launch_key.fits(call) or _launch_both.fits(call):
+        prepared = _launch_key.Prepared(*(saved[name] for name in _launch_key.Prepared._fields))
     if _launch_both.fits(call):
-        of_keys, of_values, grads["initial_state"] = _launch_both.backward(call, do, saved, dfinal, key_out, value_out)
+        of_keys, of_values, grads["initial_state"] = _launch_both.backward(
+            call, do, prepared, (saved["arranged"], saved["near"]), starts, dfinal, key_out, value_out
+        )
+    elif _launch_key.fits(call):
+        dv, ends, grads["initial_state"] = _launch_key.adjoint(call, do, prepared, dfinal)
+        of_keys, of_values = _launch_key.backward(call, do, prepared, starts, ends, key_out), [dv]
     else:
         pairs = saved["pairs"] if "pairs" in saved else _launch.gated_pairs(call, key)
-        if _launch_key.fits(call):
-            ends, grads["initial_state"] = _launch_key.adjoint(call, do, saved["qd"], saved["tot"], dfinal)
-            of_keys = _launch_key.backward(call, do, saved["totals"], starts, ends, key_out)
-        else:
-            ends, grads["initial_state"] = _launch.walk(call, q, do, dfinal, adjoint=True)
-            of_keys = _launch.one_side(call, key, value, _launch.gated_pairs(call, value), starts, ends, key_out)
+        ends, grads["initial_state"] = _launch.walk(call, q, do, dfinal, adjoint=True)
+        of_keys = _launch.one_side(call, key, value, _launch.gated_pairs(call, value), starts, ends, key_out)
         of_values = _launch.one_side(call, value, key, pairs, starts, ends, value_out)
     grads["query"], grads["key"], *dgk = of_keys
     grads["value"], *dgv = of_values

@@ -34,6 +34,13 @@ def slot_at(slots, s, T, NT, C: tl.constexpr, SIGN: tl.constexpr):
 
 
 @triton.jit
+def all_mild(mild, first, head, COUNT, H: tl.constexpr, GROUP: tl.constexpr):
+    """Whether all of GROUP slots are `mild` [slots, H] in this head."""
+    s = first + tl.arange(0, GROUP)
+    return tl.min(tl.load(mild + s.to(tl.int64) * H + head, mask=s < COUNT, other=1), 0) == 1
+
+
+@triton.jit
 def _mask(rows, col, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
     r = tl.arange(0, C)[:, None]
     c = col + tl.arange(0, BD)[None, :]
