@@ -49,7 +49,8 @@ def prepared(
     }  # fmt: skip
     *found, mild = triton_call(
         *arrays, scale, T, slots.per_sequence, kernel=_mild.mild_prepare, grid=(count, H), BK=min(P, 64), num_warps=4,
-        PIECES=gate_pieces(plan, gate, g, g_gamma), APPROXIMATE=not is_interpreted(_mild.mild_prepare), out_shape=[*out.values(), shape((count, H), np.int32)], **common,
+        PIECES=gate_pieces(plan, gate, g, g_gamma), APPROXIMATE=not is_interpreted(_mild.mild_prepare),
+        out_shape=[*out.values(), shape((count, H), np.int32)], **common,
     )  # fmt: skip
     group = slots_together(call)
     filled = dict(zip(out, found, strict=True))
@@ -95,14 +96,14 @@ def adjoint(call: Call, do: Array, side: Prepared, dfinal: Array | None) -> tupl
 
 
 def _walk_prepared(
-    call: Call, qd: Array, kd: Array, tot: Array, A: Array, v: Array, begin: Array | None, output: Any, *, adjoint: bool,
+    call: Call, qd: Array | None, kd: Array | None, tot: Array, A: Array | None, v: Array, begin: Array | None, output: Any, *, adjoint: bool,
     keep: bool,
 ) -> list[Array]:  # fmt: skip
     """`_key.outputs`: [output; state at the end; states if kept]."""
     plan, (B, T, H, K, V), slots = call.plan, call.dims, call.slots
     BV = plan.block_d or tile(V, 64)
     tiles = cdiv(V, BV)
-    KP = kd.shape[3]
+    KP = tot.shape[2]
     segments = Segments.of(slots, call.sequences, call.sequences * H * tiles)
     sizes = (slots.table, segments.table, T, slots.per_sequence, segments.per_sequence, segments.chunks)
     common: dict[str, Any] = {
@@ -164,11 +165,8 @@ def one_side(
     block = plan.block_k if own.key else plan.block_d
     scale = plan.scale if own.key else 1.0  # the key side's x is scaled by `prepared`
     inputs = (own.x if "dy" in out else None, own.y, own.gate, g, g_gamma)
-    if opposite is None:
-        x2, y2, tot2, A2 = other.x, other.y, None, None
-    else:
-        x2, y2, tot2, A2 = opposite.xd, opposite.yd, opposite.tot, opposite.pairs
-    y2 = None if ends is None else y2
+    x2, y2 = (other.x, other.y) if opposite is None else (opposite.xd, opposite.yd)
+    tot2, A2 = (None, None) if opposite is None else (opposite.tot, opposite.pairs)
     names = [n for n in ("dx", "dy", "dg") if n in out]
     common: dict[str, Any] = {
         "H": H, "HX": H, "HY": heads(own.y), "HG": heads(own.gate), "HGS": heads(g), "HX2": H, "HY2": heads(other.y), "D": D,
@@ -178,7 +176,7 @@ def one_side(
     }  # fmt: skip
     BD = block or tile(D, 64)
     found = triton_call(
-        *inputs, A2, x2, y2, tot2, starts, ends, prepared.mild, slots.table, scale, T, slots.per_sequence,
+        *inputs, A2, x2, None if ends is None else y2, tot2, starts, ends, prepared.mild, slots.table, scale, T, slots.per_sequence,
         kernel=_mild.mild_side, grid=(cdiv(D, BD) * count, H), BD=BD, B2=tile(D2, 64), num_warps=4,
         PIECES=gate_pieces(plan, own.gate, g, g_gamma), APPROXIMATE=not is_interpreted(_mild.mild_side),
         STAGES=plan.num_stages or 2, **common,
@@ -186,7 +184,7 @@ def one_side(
     BD, group = block or 32, slots_together(call)
     filled = dict(zip(names, found, strict=True))
     given = (
-        *inputs, *pairs, prepared.totals, x2, y2, tot2, starts, ends, slots.table, prepared.mild, scale, T, slots.per_sequence,
+        *inputs, *pairs, prepared.totals, x2, None if ends is None else y2, tot2, starts, ends, slots.table, prepared.mild, scale, T, slots.per_sequence,
         count, *(filled.get(n) for n in ("dx", "dy", "dg")),
     )  # fmt: skip
     places = [len(given) - 3 + i for i, n in enumerate(("dx", "dy", "dg")) if n in names]
