@@ -73,7 +73,7 @@ def run(
     aliases: dict[int, int],
     zeroed: frozenset[int],
 ) -> list[jax.Array]:
-    _mend_bfloat16_dot()
+    _mend_bfloat16()
     source = {o: i for i, o in aliases.items()}
 
     def on_host(*concrete: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -135,15 +135,21 @@ def _buffer(out: jax.ShapeDtypeStruct, aliased: np.ndarray | None, zero: bool) -
 
 
 @functools.lru_cache(maxsize=1)
-def _mend_bfloat16_dot() -> None:
-    """Widens bfloat16 operands of `tl.dot`: as it comes, the interpreter multiplies their bit patterns and says nothing."""
+def _mend_bfloat16() -> None:
+    """Rounds to bfloat16 as a GPU does, and widens operands of `tl.dot`: as it comes, the interpreter cuts digits off and
+    multiplies bit patterns, and says nothing."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    original = interpreter.InterpreterBuilder.create_dot
+    convert_float, create_dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    def convert(x: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if (source, target) == (tl.float32, tl.bfloat16):
+            return np.asarray(x, np.float32).astype(jnp.bfloat16).view(np.uint16)
+        return convert_float(x, source, target, rounding)
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         wide = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
-        return original(self, *wide, *rest)
+        return create_dot(self, *wide, *rest)
 
-    interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter._convert_float, interpreter.InterpreterBuilder.create_dot = convert, dot
