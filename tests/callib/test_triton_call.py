@@ -66,6 +66,18 @@ def test_bfloat16_dot():
     np.testing.assert_allclose(got, a.astype(jnp.float32) @ b.astype(jnp.float32), rtol=1e-5, atol=1e-5)
 
 
+@triton.jit
+def narrowed(x, out, B: tl.constexpr):
+    i = tl.arange(0, B)
+    tl.store(out + i, tl.load(x + i).to(tl.bfloat16))
+
+
+def test_bfloat16_is_rounded_to_the_nearest():
+    x = jnp.asarray([1.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8, 1.0 + 2**-7.9, -0.1, 1e-40, 3e38, jnp.inf])
+    out = triton_call(x, kernel=narrowed, out_shape=jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), grid=1, B=8)
+    np.testing.assert_array_equal(out.astype(jnp.float32), np.asarray(x).astype(jnp.bfloat16).astype(np.float32))
+
+
 def test_unwritten_elements_are_nan():
     x = jnp.ones(40)
     out = triton_call(x, None, 10, 1.0, kernel=scaled_sum, out_shape=jax.ShapeDtypeStruct((40,), jnp.float32), grid=1, B=32)
