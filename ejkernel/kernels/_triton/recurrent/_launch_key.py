@@ -96,8 +96,8 @@ def adjoint(call: Call, do: Array, side: Prepared, dfinal: Array | None) -> tupl
 
 
 def _walk_prepared(
-    call: Call, qd: Array | None, kd: Array | None, tot: Array, A: Array | None, v: Array, begin: Array | None, output: Any, *, adjoint: bool,
-    keep: bool,
+    call: Call, qd: Array | None, kd: Array | None, tot: Array, A: Array | None, v: Array, begin: Array | None, output: Any, *,
+    adjoint: bool, keep: bool,
 ) -> list[Array]:  # fmt: skip
     """`_key.outputs`: [output; state at the end; states if kept]."""
     plan, (B, T, H, K, V), slots = call.plan, call.dims, call.slots
@@ -166,6 +166,7 @@ def one_side(
     scale = plan.scale if own.key else 1.0  # the key side's x is scaled by `prepared`
     inputs = (own.x if "dy" in out else None, own.y, own.gate, g, g_gamma)
     x2, y2 = (other.x, other.y) if opposite is None else (opposite.xd, opposite.yd)
+    opposite_rows = (x2, None if ends is None else y2)
     tot2, A2 = (None, None) if opposite is None else (opposite.tot, opposite.pairs)
     names = [n for n in ("dx", "dy", "dg") if n in out]
     common: dict[str, Any] = {
@@ -176,7 +177,7 @@ def one_side(
     }  # fmt: skip
     BD = block or tile(D, 64)
     found = triton_call(
-        *inputs, A2, x2, None if ends is None else y2, tot2, starts, ends, prepared.mild, slots.table, scale, T, slots.per_sequence,
+        *inputs, A2, *opposite_rows, tot2, starts, ends, prepared.mild, slots.table, scale, T, slots.per_sequence,
         kernel=_mild.mild_side, grid=(cdiv(D, BD) * count, H), BD=BD, B2=tile(D2, 64), num_warps=4,
         PIECES=gate_pieces(plan, own.gate, g, g_gamma), APPROXIMATE=not is_interpreted(_mild.mild_side),
         STAGES=plan.num_stages or 2, **common,
@@ -184,8 +185,8 @@ def one_side(
     BD, group = block or 32, slots_together(call)
     filled = dict(zip(names, found, strict=True))
     given = (
-        *inputs, *pairs, prepared.totals, x2, None if ends is None else y2, tot2, starts, ends, slots.table, prepared.mild, scale, T, slots.per_sequence,
-        count, *(filled.get(n) for n in ("dx", "dy", "dg")),
+        *inputs, *pairs, prepared.totals, *opposite_rows, tot2, starts, ends, slots.table, prepared.mild, scale, T,
+        slots.per_sequence, count, *(filled.get(n) for n in ("dx", "dy", "dg")),
     )  # fmt: skip
     places = [len(given) - 3 + i for i, n in enumerate(("dx", "dy", "dg")) if n in names]
     return triton_call(
