@@ -178,7 +178,7 @@ def one_side(
     BD = block or tile(D, 64)
     found = triton_call(
         *inputs, A2, *opposite_rows, tot2, starts, ends, prepared.mild, slots.table, scale, T, slots.per_sequence,
-        kernel=_mild.mild_side, grid=(cdiv(D, BD) * count, H), BD=BD, B2=tile(D2, 64), num_warps=4,
+        kernel=_mild.mild_side, grid=(cdiv(D, BD) * count, H), BD=BD, B2=tile(D2, 128), num_warps=4,
         PIECES=gate_pieces(plan, own.gate, g, g_gamma), APPROXIMATE=not is_interpreted(_mild.mild_side),
         STAGES=plan.num_stages or 2, **common,
     )  # fmt: skip

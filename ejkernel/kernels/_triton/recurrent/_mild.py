@@ -136,17 +136,16 @@ def mild_side(
     c, half = _from_middle(logs, PIECES)
     by = load_rows(y, token, rows, head // (H // HY), col, HY, D, C, BD, SIGN, EVEN)
     by = (by.to(tl.float32) * exp_of_log(-c, APPROXIMATE)).to(DT)
+    if dy is not None:
+        bx = load_rows(x, token, rows, head // (H // HX), col, HX, D, C, BD, SIGN, EVEN)
+        bx = (bx.to(tl.float32) * exp_of_log(c, APPROXIMATE)).to(DT)
     ax = tl.zeros([C, BD], tl.float32)  # adjoint of x exp(c - m): from the state before the chunk, then from pairs
     for c2 in tl.range(0, D2, B2, num_stages=STAGES):
         S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
         bx2 = _opposite(x2, token, rows, index, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)  # [C, B2]
         ax = dot(bx2, tl.trans(S), ax, DT, PREC)
     ax = tl.dot(M, by, ax * (half * scale)[None, :])
-    if dx is not None:
-        store_rows(dx, exp_of_log(c, APPROXIMATE) * ax, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
     if dy is not None:
-        bx = load_rows(x, token, rows, head // (H // HX), col, HX, D, C, BD, SIGN, EVEN)
-        bx = (bx.to(tl.float32) * exp_of_log(c, APPROXIMATE)).to(DT)
         through = tl.zeros([BD], tl.float32)
         ay = tl.zeros([C, BD], tl.float32)  # adjoint of y exp(m - c)
         for c2 in tl.range(0, D2, B2, num_stages=STAGES):
@@ -165,7 +164,12 @@ def mild_side(
             # at t and, negative, at s, by the very same products: from rows before both nothing of it is left to see.
             everything = through * half * half + tl.sum(by.to(tl.float32) * ay, 0)
         ay = tl.dot(tl.trans(M), bx, ay)
-        store_rows(dy, exp_of_log(-c, APPROXIMATE) * ay, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
         if dg is not None:
             found = sums(onwards(C), bx.to(tl.float32) * ax - by.to(tl.float32) * ay, 2) + everything[None, :]
             store_rows(dg, found, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
+            # Once more instead of kept: the registers are needed in between.
+            logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, D, C, BD, SIGN, EVEN)
+            c, _ = _from_middle(logs, PIECES)
+        store_rows(dy, exp_of_log(-c, APPROXIMATE) * ay, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
+    if dx is not None:
+        store_rows(dx, exp_of_log(c, APPROXIMATE) * ax, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
