@@ -77,7 +77,8 @@ def mild_prepare(
             bq = load_rows(q, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
             bq = bq.to(tl.float32) * (exp_of_log(c, APPROXIMATE) * scale)
             tl.store(qd + at, (bq * half[None, :]).to(DT))
-            pairs = tl.dot(bq.to(DT), tl.trans(bk.to(DT)), pairs)
+            # Rounded once, when they are stored: in bfloat16 these factors would cost as much accuracy as all the rest.
+            pairs = tl.dot(bq, tl.trans(bk), pairs, input_precision="tf32")
         tl.store(tot + index * KP + col + tl.arange(0, BK), half * half)
     if q is not None:
         pairs = tl.where(r[:, None] >= r[None, :], pairs, 0.0)
