@@ -48,8 +48,8 @@ def prepared(
         "num_stages": 1, **missing,
     }  # fmt: skip
     *found, mild = triton_call(
-        *arrays, scale, T, slots.per_sequence, kernel=_mild.mild_prepare, grid=(count, H), BK=min(P, 64), num_warps=4, maxnreg=168,
-        PIECES=gate_pieces(plan, gate, g, g_gamma), APPROXIMATE=not is_interpreted(_mild.mild_prepare),
+        *arrays, scale, T, slots.per_sequence, kernel=_mild.mild_prepare, grid=(count, H), BK=min(P, 64), num_warps=4,
+        maxnreg=168, PIECES=gate_pieces(plan, gate, g, g_gamma), APPROXIMATE=not is_interpreted(_mild.mild_prepare),
         out_shape=[*out.values(), shape((count, H), np.int32)], **common,
     )  # fmt: skip
     group = slots_together(call)
