@@ -71,4 +71,6 @@ if __name__ == "__main__":
     parser.add_argument("action", choices=["tune", "run"])
     parser.add_argument("file", type=Path)
     arguments = parser.parse_args()
+    if arguments.action == "run" and not arguments.file.is_file():
+        parser.error(f"there is no file {arguments.file}: write it first with `tune`")
     main(arguments.action, arguments.file)

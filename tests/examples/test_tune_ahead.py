@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -28,3 +30,10 @@ def test_a_tuned_file_is_all_that_a_run_needs(tmp_path, monkeypatch):
         tune_ahead.training_step(*(np.zeros(s.shape, s.dtype) for s in tune_ahead.shapes()))
     assert np.isfinite(tune_ahead.run(file)).all()
     assert any(choice.key == chosen.key and choice.config == chosen.config for choice in ops.report())
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    command = [sys.executable, "-m", "examples.tune_ahead", "run", str(tmp_path / "none.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "none.json: write it first with `tune`" in done.stderr

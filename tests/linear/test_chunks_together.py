@@ -65,3 +65,19 @@ def test_pass_on_against_a_loop(backwards):
         np.testing.assert_allclose(entering[:, m], state, rtol=1e-5, atol=1e-6)
         state = state * row[:, m] * column[:, m] + added[:, m]
     np.testing.assert_allclose(after, state, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "channels", "gates", "schedule"),
+    [
+        (1, 2, 64, (), "recurrent"),  # few states stay in the cache
+        (2, 4, 64, (), "chunked"),
+        (1, 1, 32, (), "chunked"),  # products of narrow rows are cheap
+        (2, 4, 64, ("gk",), "recurrent"),  # a tree of products is not
+        (1, 1, 128, ("gk",), "chunked"),
+        (1, 1, 128, (), "chunked"),
+    ],
+)
+def test_the_schedule_on_a_cpu(batch, heads, channels, gates, schedule):
+    array = jnp.zeros((batch, 100, heads, channels))
+    assert recurrent.heuristic(recurrent_problem(array, array, array, **dict.fromkeys(gates, array))).schedule == schedule

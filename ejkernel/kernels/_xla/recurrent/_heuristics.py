@@ -1,8 +1,9 @@
 """Which schedule and chunk length suit a call on xla, from measurements (benchmarks/RESULTS.md).
 
-On a CPU a step costs one pass over the state, which is cheap while the states of a few heads stay in the cache, and a chunk
-costs small matrix products, more of them with gates per channel. So calls with such gates go step by step in the forward pass
-while states are small, all others by chunks, several at a time. On accelerators a step is a kernel launch or worse.
+On a CPU a step costs one pass over the states, which is cheap while they stay in the cache, and a chunk costs small matrix
+products, more of them with gates per channel. So calls with such gates go step by step in the forward pass while a state is
+small, others only with few states and not the smallest; the rest goes by chunks, several at a time. On accelerators a step is
+a kernel launch or worse.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ FEW_TOKENS = 8  # below, steps are cheaper than building a chunk on any device
 # enough to stay in the cache. Gates per channel need a copy of the rows for each level of the tree.
 SCALAR_ROWS, CHANNEL_ROWS = 2048, 1024
 MOST_CHUNKS = 8  # the state goes through them unrolled, and what a turn holds adds to the memory of short calls
-MIDDLE = 64 * 64  # K * V
+NARROW, MIDDLE = 32 * 32, 64 * 64  # K * V
+FEW_STATES = 4 * MIDDLE  # elements of all states: at eight states of 64 x 64 chunks are as fast, at four steps are
 
 
 def heuristic(problem: LinearProblem) -> LinearConfig:
     """The configuration for a call that nobody has measured."""
-    _, T, _, K, V = problem.shape
+    B, T, H, K, V = problem.shape
     if T <= FEW_TOKENS:
         return _config(problem, "recurrent", T)
     if jax.default_backend() != "cpu":
         return _config(problem, "chunked", 64)
     per_channel = problem.gk is not None or problem.gv is not None
     wide = K * V > MIDDLE
-    return _config(problem, "recurrent" if per_channel and not wide else "chunked", 64 if wide and not per_channel else 32)
+    few = B * H * K * V <= FEW_STATES and K * V > NARROW
+    stepwise = not wide and (per_channel or few)
+    return _config(problem, "recurrent" if stepwise else "chunked", 64 if wide and not per_channel else 32)
 
 
 def chunks_together(problem: LinearProblem, rows: int) -> int:
