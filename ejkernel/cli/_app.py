@@ -57,4 +57,4 @@ def run() -> None:
         # A candidate may compile on after an interrupt or its time; ending Python under it would abort the process.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(end.code if isinstance(end.code, int) else 0)
+        os._exit(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)

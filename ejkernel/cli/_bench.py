@@ -78,13 +78,19 @@ def bench(
     """
     _check(plot, seconds)
     if from_file is not None:
-        if op or shapes or lengths:
-            wrong_use("--from shows what was measured before; it does not go together with --op, --shapes or --lengths.")
+        measuring = {
+            "--op": op, "--shapes": shapes, "--lengths": lengths, "--gates": gates, "--dtype": dtype, "--platform": platform,
+            "--compare": compare, "--direction": direction != "both", "--seconds": seconds != 1.0, "--no-error": no_error,
+        }  # fmt: skip
+        given = [name for name, value in measuring.items() if value]
+        if given:
+            wrong_use(f"--from shows what was measured before; it does not go together with {', '.join(given)}.")
         about, measured = _read(from_file)
         interrupted = False
     else:
         directions = _directions(direction)
-        operations, platforms, rivals = chosen_operations(op), chosen_platforms(platform), chosen_rivals(words(compare))
+        operations, platforms = chosen_operations(op), chosen_platforms(platform)
+        rivals = chosen_rivals(words(compare), operations)
         calls = _calls(operations, shapes, lengths, gates, dtype)
         measured, interrupted = _run(calls, directions, platforms, rivals, seconds, not no_error)
         measured = _with_best_floors(measured)
@@ -129,12 +135,12 @@ def _calls(
     import jax
 
     linear, softmax, usual_lengths, usual_dtype = _DEFAULTS["cpu" if jax.default_backend() == "cpu" else "other"]
-    named, kind = chosen_gates(gates), (chosen_dtypes([dtype]) if dtype else [usual_dtype])[0]
+    named, kind = chosen_gates(gates, operations), (chosen_dtypes([dtype]) if dtype else [usual_dtype])[0]
     tokens = _lengths(lengths)
     calls: list[tuple[Operation, Shape]] = []
     for op in operations:
         texts = words(shapes) or [(linear if op.linear else softmax).format(T=1)]
-        own_gates = named if op.linear and op.legal_gates else None
+        own_gates = named if op.legal_gates else None
         for text in texts:
             shape = op.shape(text, own_gates, kind)
             at = tokens or ([shape.time] if shapes else usual_lengths)

@@ -113,7 +113,7 @@ def export(
       ejkernel cache export - --op gla_attention | ssh other 'cat > tuned.json'
     """
     folder = _folder(cache_dir)
-    op_ids = _op_ids(op)
+    op_ids = _op_ids(op, _folders(folder))
     caches = [PersistentCache(name, folder) for name in _folders(folder) if not op_ids or name in op_ids]
     text = exchange.dumps(*caches) if caches else exchange.merge()
     number = len(exchange.parse(text))
@@ -178,7 +178,7 @@ def clear(
       ejkernel cache clear --op attention
     """
     folder = _folder(cache_dir)
-    entries = stored_entries(folder, _op_ids(op))
+    entries = _named(stored_entries(folder), _op_ids(op, _folders(folder)))
     chosen = [entry for entry in (_with_ids(entries, ids) if ids else entries) if not stale or not entry.here]
     if chosen and not yes:
         if as_json or not interactive():
@@ -205,24 +205,26 @@ def _folders(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
-def _op_ids(op: Sequence[str] | None) -> list[str]:
-    """The ids that `--op` names; a name that is none of ours is taken as the id of a user's own kernel."""
+def _op_ids(op: Sequence[str] | None, others: Sequence[str]) -> list[str]:
+    """The ids that `--op` names, of our operations or of `others` (a user's own kernels)."""
     by_name = {one.name: one.op_id for one in OPERATIONS}
-    return [by_name.get(word, word) for word in words(op)]
-
-
-def _entries(folder: Path, op: Sequence[str] | None, recorded: Path | None) -> list[Entry]:
-    op_ids = _op_ids(op)
-    if recorded is not None:
-        found = recorded_entries(recorded, op_ids)
-    else:
-        found = [*stored_entries(folder, op_ids), *shipped_entries(op_ids)]
-    known = {one.op_id for one in OPERATIONS} | set(_folders(folder)) | {entry.op_id for entry in found}
+    op_ids = [by_name.get(word, word) for word in words(op)]
+    known = {*by_name.values(), *others}
     unknown = [name for name in op_ids if name not in known]
     if unknown:
         legal = ", ".join(sorted({name_of(name) for name in known}))
         wrong_use(f"--op must be one of {legal}; got {', '.join(map(repr, unknown))}.")
-    return found
+    return op_ids
+
+
+def _entries(folder: Path, op: Sequence[str] | None, recorded: Path | None) -> list[Entry]:
+    every = recorded_entries(recorded) if recorded is not None else [*stored_entries(folder), *shipped_entries()]
+    return _named(every, _op_ids(op, [*_folders(folder), *(entry.op_id for entry in every)]))
+
+
+def _named(entries: Sequence[Entry], op_ids: Sequence[str]) -> list[Entry]:
+    """Those of the operations named; all where none is."""
+    return [entry for entry in entries if not op_ids or entry.op_id in op_ids]
 
 
 def _with_ids(entries: Sequence[Entry], ids: Sequence[str]) -> list[Entry]:

@@ -49,7 +49,7 @@ def contenders(op: Operation, platforms: Sequence[str], rivals: Sequence[str] | 
         rivals: names of `RIVALS`; None: all that run here.
     """
     found = [_ours(op, platform, several=len(platforms) > 1) for platform in platforms or ("auto",)]
-    for name in LINEAR_RIVALS if op.linear else SOFTMAX_RIVALS:
+    for name in rivals_of(op):
         if rivals is None or name in rivals:
             rival = {"scan": _scan, "fla": _fla, "jax.nn": _jax_nn, "cudnn": _cudnn}[name](op)
             if rivals is not None or rival.absent is None:
@@ -57,14 +57,26 @@ def contenders(op: Operation, platforms: Sequence[str], rivals: Sequence[str] | 
     return found
 
 
-def chosen_rivals(names: Sequence[str]) -> list[str] | None:
+def chosen_rivals(names: Sequence[str], operations: Sequence[Operation]) -> list[str] | None:
     """What `--compare` names; None where it names nothing, an empty list for "none"."""
     if not names:
         return None
-    unknown = [name for name in names if name not in (*RIVALS, "none")]
+    if list(names) == ["none"]:
+        return []
+    unknown = [name for name in names if name not in RIVALS]
     if unknown:
-        wrong_use(f"--compare must be of {', '.join(RIVALS)}, or none; got {', '.join(map(repr, unknown))}.")
-    return [name for name in names if name != "none"]
+        wrong_use(f"--compare must be of {', '.join(RIVALS)}, or none alone; got {', '.join(map(repr, unknown))}.")
+    of_them = [name for op in operations for name in rivals_of(op)]
+    idle = [name for name in names if name not in of_them]
+    if idle:
+        legal = ", ".join(dict.fromkeys(of_them))
+        wrong_use(f"--compare must be of {legal} for {', '.join(op.name for op in operations)}; got {', '.join(idle)}.")
+    return list(names)
+
+
+def rivals_of(op: Operation) -> tuple[str, ...]:
+    """Who can be measured against an operation."""
+    return LINEAR_RIVALS if op.linear else SOFTMAX_RIVALS
 
 
 def fetched(result: Any, direction: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -6,19 +6,20 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.text import Text
 
 from ejkernel._version import __version__
+from ejkernel.cli import _options
 from ejkernel.cli._operations import OPERATIONS, name_of
 from ejkernel.cli._screen import count, print_json, screen, table
 
 LIBRARIES = ("jax", "jaxlib", "numpy", "triton", "torch", "flash-linear-attention", "matplotlib")
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False) -> None:
+def doctor(as_json: _options.Json = False) -> None:
     """Show what this machine has, what runs on it, and why not.
 
     Exits with 1 when something keeps an operation from running at all.

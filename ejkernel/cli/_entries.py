@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,29 +101,25 @@ class Entry:
         }
 
 
-def stored_entries(folder: Path, op_ids: Sequence[str] = ()) -> list[Entry]:
+def stored_entries(folder: Path) -> list[Entry]:
     """What is on disk, by operation and key."""
     present = environment(default_device())
     found: list[Entry] = []
     if not folder.is_dir():
         return found
     for sub in sorted(path for path in folder.iterdir() if path.is_dir()):
-        if op_ids and sub.name not in op_ids:
-            continue
         for key, fields, record in PersistentCache(sub.name, folder).entries():
             found.append(Entry(key, "disk", fields, record, _same(key, present)))
     return found
 
 
-def shipped_entries(op_ids: Sequence[str] = ()) -> list[Entry]:
+def shipped_entries() -> list[Entry]:
     """What comes with the package for this device and its relatives; versions do not matter for these."""
     found: dict[str, Entry] = {}
     for name in relatives(device_name(device_kind(default_device()))):
         file = FOLDER / f"{name}.json"
         for key, fields, record in read(file) if file.is_file() else ():
-            entry = Entry(key, "shipped", fields, {**record, "shipped_for": name}, True)
-            if not op_ids or entry.op_id in op_ids:
-                found.setdefault(key, entry)
+            found.setdefault(key, Entry(key, "shipped", fields, {**record, "shipped_for": name}, True))
     return list(found.values())
 
 
@@ -139,12 +135,11 @@ def recorded_choices(file: Path) -> list[dict[str, Any]]:
         fail(f"{file} is not a recorded run: {problem}. Write one with ejkernel.ops.report().save(file).")
 
 
-def recorded_entries(file: Path, op_ids: Sequence[str] = ()) -> list[Entry]:
+def recorded_entries(file: Path) -> list[Entry]:
     """What a run picked."""
     present = environment(default_device())
     choices = recorded_choices(file)
-    entries = [Entry(c["key"], c["level"], c["config"], c["record"], _same(c["key"], present)) for c in choices]
-    return [entry for entry in entries if not op_ids or entry.op_id in op_ids]
+    return [Entry(c["key"], c["level"], c["config"], c["record"], _same(c["key"], present)) for c in choices]
 
 
 def _same(key: str, present: Mapping[str, str]) -> bool:

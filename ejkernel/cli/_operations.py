@@ -97,13 +97,17 @@ def chosen_operations(values: Sequence[str] | None) -> list[Operation]:
     return [op for op in OPERATIONS if not named or op.name in named or op.op_id in named]
 
 
-def chosen_platforms(values: Sequence[str] | None) -> list[str]:
-    """The platforms that an option names; none where it names none. "auto" is left to the caller."""
+def chosen_platforms(values: Sequence[str] | None, auto: bool = True) -> list[str]:
+    """The platforms that an option names; none where it names none.
+
+    Args:
+        auto: whether "auto" is one of them.
+    """
     named = words(values)
-    legal = [str(platform) for platform in Platform]
-    unknown = [word for word in named if word not in (*legal, "auto")]
+    legal = [*map(str, Platform), *(["auto"] if auto else [])]
+    unknown = [word for word in named if word not in legal]
     if unknown:
-        wrong_use(f"--platform must be one of {', '.join(legal)} or auto; got {', '.join(map(repr, unknown))}.")
+        wrong_use(f"--platform must be one of {', '.join(legal)}; got {', '.join(map(repr, unknown))}.")
     return named
 
 
@@ -116,10 +120,13 @@ def chosen_dtypes(values: Sequence[str] | None, legal: Sequence[str] = DTYPES) -
     return named
 
 
-def chosen_gates(text: str | None) -> tuple[str, ...] | None:
+def chosen_gates(text: str | None, operations: Sequence[Operation] = OPERATIONS) -> tuple[str, ...] | None:
     """The gates that an option names, `()` for "none", None where it was not given."""
     if text is None:
         return None
+    if not any(op.legal_gates for op in operations):
+        names = ", ".join(op.name for op in operations)
+        wrong_use(f"--gates does not go together with {names}, which takes no gates; got {text!r}.")
     named = () if text == "none" else tuple(part for word in words([text]) for part in word.split("+"))
     unknown = [word for word in named if word not in GATES]
     if unknown:

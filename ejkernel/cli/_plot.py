@@ -64,6 +64,7 @@ def _times(axes: Any, mine: Sequence[Measured], colours: dict[str, str]) -> None
         axes.plot(*zip(*least, strict=True), linestyle=":", marker=".", color=_FLOOR, label="floor")
     axes.set_ylabel("milliseconds")
     _finish(axes, mine)
+    _legend(axes, loc="best")
 
 
 def _distances(axes: Any, mine: Sequence[Measured], colours: dict[str, str], directions: Sequence[str]) -> None:
@@ -83,6 +84,8 @@ def _distances(axes: Any, mine: Sequence[Measured], colours: dict[str, str], dir
     axes.axhline(1, linestyle=":", color=_FLOOR, label="floor")
     axes.set_ylabel("times the floor")
     _finish(axes, mine)
+    axes.set_ylim(bottom=min(axes.get_ylim()[0], 0.4))  # room for the legend where no line can be: below the floor
+    _legend(axes, loc="lower center", ncols=3)
 
 
 def _finish(axes: Any, mine: Sequence[Measured]) -> None:
@@ -102,4 +105,7 @@ def _finish(axes: Any, mine: Sequence[Measured]) -> None:
     axes.margins(y=0.22)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(fontsize=7, framealpha=0.8, edgecolor="none", loc="best")
+
+
+def _legend(axes: Any, **where: Any) -> None:
+    axes.legend(fontsize=7, framealpha=0.8, edgecolor="none", **where)

@@ -138,10 +138,11 @@ def _jobs(
 ) -> list[Job]:
     """Every distinct call that is asked for, in order."""
     where = next((name for name in chosen_platforms([platform] if platform else None) if name != "auto"), None)
-    named, kind = chosen_gates(gates), (chosen_dtypes([dtype]) if dtype else ["float32"])[0]
+    operations = chosen_operations(op)
+    named, kind = chosen_gates(gates, operations), (chosen_dtypes([dtype]) if dtype else ["float32"])[0]
+    _refuse_idle_options(op, shapes, file, recorded, {"--gates": gates, "--dtype": dtype, "--platform": platform})
     jobs: list[Job] = []
     if words(shapes):
-        operations = chosen_operations(op)
         if not words(op) and len(operations) > 1:
             wrong_use("--shapes needs --op: which operation is called with these shapes?")
         for one in operations:
@@ -150,10 +151,19 @@ def _jobs(
     if file is not None:
         jobs += _from_file(file, named, kind, where)
     if recorded is not None:
-        jobs += _from_record(recorded, [one.op_id for one in chosen_operations(op)] if words(op) else None)
+        jobs += _from_record(recorded, [one.op_id for one in operations] if words(op) else None)
     if not jobs and recorded is None:
         wrong_use("nothing to tune: give --op with --shapes, --file or --recorded.")
     return list({(job.label, job.reason) if job.invocation is None else job.invocation.key: job for job in jobs}.values())
+
+
+def _refuse_idle_options(op: Any, shapes: Any, file: Any, recorded: Any, of_shapes: dict[str, str | None]) -> None:
+    """Exits where an option would change nothing."""
+    if file is not None and words(op) and not words(shapes) and recorded is None:
+        wrong_use("--op does not go together with --file, whose lines name their operations.")
+    idle = [name for name, value in of_shapes.items() if value]
+    if recorded is not None and idle and file is None and not words(shapes):
+        wrong_use(f"--recorded tunes the calls as they were made; it does not go together with {', '.join(idle)}.")
 
 
 def _job(op: Operation, text: str, gates: tuple[str, ...] | None, dtype: str, platform: str | None) -> list[Job]:

@@ -54,7 +54,7 @@ def verify(
       ejkernel verify --load my_kernels --op recurrent_attention --platform pallas
     """
     load_modules(load)
-    operations, platforms = chosen_operations(op), [name for name in chosen_platforms(platform) if name != "auto"]
+    operations, platforms = chosen_operations(op), chosen_platforms(platform, auto=False)
     checks = _plan(operations, platforms, chosen_dtypes(dtype, _checks.DTYPES), case)
     absent = {one.name: unavailable(one.op_id, platforms) for one in operations}
     if not checks:

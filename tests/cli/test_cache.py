@@ -136,6 +136,8 @@ def test_clear_asks_unless_told_not_to(run, entry):
     entry("attention", 1)
     entry("recurrent_gla", 2)
     assert "say --yes" in run("cache", "clear", code=2).words
+    assert "--op must be one of" in run("cache", "clear", "--op", "gla", "--yes", code=2).words
+    assert "--op must be one of" in run("cache", "export", "--op", "gla", code=2).words
     assert len(stored(run)) == 2
     run("cache", "clear", "--op", "attention", "--yes", code=0)
     (left,) = stored(run)

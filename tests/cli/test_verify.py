@@ -142,6 +142,7 @@ def test_a_module_of_ones_own_is_loaded(run, monkeypatch, tmp_path, register):
     [
         (("--op", "gla"), "recurrent_attention (recurrent), gla_attention (recurrent_gla)"),
         (("--platform", "opencl"), "triton, pallas, cuda, xla"),
+        (("--platform", "auto"), "triton, pallas, cuda, xla; got 'auto'"),
         (("--dtype", "float8"), "float32, bfloat16, float16"),
         (("--case", "no-such-case"), "no shared case"),
     ],

@@ -24,11 +24,3 @@ def value_and_grads(arrays: dict[str, Any], weights: Any, scale: float, reverse:
 
         grads, values = jax.jit(jax.grad(loss, has_aux=True))(exact)
         return jax.tree.map(np.asarray, (values, grads))
-
-
-def error(got: Any, want: Any) -> float:
-    """Relative root-mean-square error; inf for anything that is not finite."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    if not np.isfinite(got).all():
-        return np.inf
-    return float(np.sqrt(np.sum((got - want) ** 2) / max(np.sum(want**2), 1e-30)))

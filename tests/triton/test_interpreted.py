@@ -8,13 +8,14 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton.recurrent import recurrent
+from ejkernel.testing.compare import LINEAR_TOLERANCES, relative_rms
 from tests.triton.linear_cases import INTERPRETED, Case
-from tests.triton.linear_reference import error, value_and_grads
+from tests.triton.linear_reference import value_and_grads
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="where there is a GPU, test_gpu.py runs the kernels compiled"
 )
-TOLERANCE = {"float32": 2e-6, "bfloat16": 6e-3}
+TOLERANCE = {dtype: values for dtype, (values, _) in LINEAR_TOLERANCES.items()}  # of values, held for gradients too
 
 
 def run(case: Case, **options):
@@ -37,8 +38,8 @@ def test_matches_float64(case):
     want_values, want_grads = value_and_grads(
         case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, case.cu_seqlens
     )
-    errors = {"output": error(values[0], want_values[0]), "final state": error(values[1], want_values[1])}
-    errors |= {f"d{name}": error(grads[name], want_grads[name]) for name in grads}
+    errors = {"output": relative_rms(values[0], want_values[0]), "final state": relative_rms(values[1], want_values[1])}
+    errors |= {f"d{name}": relative_rms(grads[name], want_grads[name]) for name in grads}
     assert max(errors.values()) < TOLERANCE[case.dtype], errors
     assert values[0].dtype == case.dtype
     assert values[1].dtype == jnp.float32
@@ -55,8 +56,8 @@ def test_packed_lengths_may_be_traced():
     want = run(case.arrays(), jnp.array(case.cu_seqlens))
     other = run(case.arrays(), jnp.array((0, 20, 21, 40)))
     values, _ = value_and_grads(case.arrays(), case.weights(), 0.25, cu_seqlens=case.cu_seqlens)
-    assert error(want[0], values[0]) < 2e-6
-    assert error(other[0], values[0]) > 1e-3  # other lengths, same compiled function, another answer
+    assert relative_rms(want[0], values[0]) < 2e-6
+    assert relative_rms(other[0], values[0]) > 1e-3  # other lengths, same compiled function, another answer
 
 
 def test_constant_decay_needs_no_states_unless_its_gradient_is_asked_for():
@@ -67,7 +68,7 @@ def test_constant_decay_needs_no_states_unless_its_gradient_is_asked_for():
     loss = lambda arrays, gamma: jnp.sum(recurrent(**arrays, g_gamma=gamma, cfg=LinearConfig(block_q=16))[0] * wo)
     by_passes, with_gamma = jax.grad(loss)(arrays, gamma), jax.grad(loss, argnums=(0, 1))(arrays, gamma)[0]
     for name in arrays:
-        assert error(by_passes[name], with_gamma[name]) < 2e-6, name
+        assert relative_rms(by_passes[name], with_gamma[name]) < 2e-6, name
 
 
 def test_refusals_say_why():

@@ -19,7 +19,7 @@ FEW_TOKENS = 8  # below, steps are cheaper than building a chunk on any device
 SCALAR_ROWS, CHANNEL_ROWS = 2048, 1024
 MOST_CHUNKS = 8  # the state goes through them unrolled, and what a turn holds adds to the memory of short calls
 NARROW, MIDDLE = 32 * 32, 64 * 64  # K * V
-FEW_STATES = 4 * MIDDLE  # elements of all states: at eight states of 64 x 64 chunks are as fast, at four steps are
+FEW_STATES = 4 * MIDDLE  # elements of all states: four of 64 x 64 are faster by steps, eight no longer
 
 
 def heuristic(problem: LinearProblem) -> LinearConfig:
