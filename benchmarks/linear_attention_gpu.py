@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._triton.recurrent import recurrent
+from ejkernel.testing.compare import relative_rms
 from ejkernel.testing.flash_linear import FlashLinear, forget_tuning, tune_on_all_cores
 
 Arrays = dict[str, jax.Array]
@@ -97,11 +98,6 @@ def by_name(result: Any) -> dict[str, np.ndarray]:
     return {n: np.asarray(x if isinstance(x, jax.Array) else x.float().cpu(), np.float32) for n, x in arrays.items()}
 
 
-def difference(a: Any, b: Any) -> float:
-    """Relative RMS difference of two arrays."""
-    return float(np.sqrt(np.sum((a - b) ** 2) / np.sum(b**2)))
-
-
 def kernel_ms(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int = 20) -> float:
     """Milliseconds of kernels per call, by CUPTI."""
     import torch
@@ -144,7 +140,7 @@ def decode_ms() -> tuple[float, float]:
 def errors() -> None:
     """Errors of both sides against float64 on the same bfloat16 inputs: output and every gradient."""
     from tests.triton.linear_cases import GATES
-    from tests.triton.linear_reference import error, value_and_grads
+    from tests.triton.linear_reference import value_and_grads
 
     SHAPES["errors"] = (1, 1024, 4, 128, 128)
     B, _, H, K, V = SHAPES["errors"]
@@ -161,7 +157,7 @@ def errors() -> None:
             names = [n for n in ("query", "key", "value", "gk", "g") if n in arrays]
             for label, make in (("ours", ours), ("fla", theirs)):
                 got = by_name(make("errors", kind, (arrays, do, None))[1]())
-                found = [error(got["output"], want_output), *(error(got[n], want_grads[n]) for n in names)]
+                found = [relative_rms(got["output"], want_output), *(relative_rms(got[n], want_grads[n]) for n in names)]
                 print(f"| {kind} | {strength} | {label} | " + " | ".join(f"{e:.1e}" for e in found) + " |", flush=True)
 
 
@@ -225,7 +221,7 @@ def main() -> None:
                 print(f"{label} {name} {kind}: {type(error).__name__}: {error}", file=sys.stderr)
                 row[label] = (float("nan"), float("nan"))
         if len(found) == 2:
-            row["difference"] = max(difference(found["ours"][n], x) for n, x in found["fla"].items())
+            row["difference"] = max(relative_rms(found["ours"][n], x) for n, x in found["fla"].items())
         results.append(row)
         (a, b), (c, d), (f, g) = row["ours"], row["fla"], row["floor"]
         apart = f"{row['difference']:.1e}" if "difference" in row else "-"

@@ -15,8 +15,9 @@ from ejkernel.kernels._linear.platform_function import recurrent_problem
 from ejkernel.kernels._triton.recurrent import _launch_key, _mild, _solve
 from ejkernel.kernels._triton.recurrent._launch import Call
 from ejkernel.kernels._triton.recurrent._plan import Plan
+from ejkernel.testing.compare import relative_rms
 from tests.triton.linear_cases import Case
-from tests.triton.linear_reference import error, value_and_grads
+from tests.triton.linear_reference import value_and_grads
 from tests.triton.test_interpreted import run
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter's own tests")
@@ -39,6 +40,13 @@ CASES = [
 ]
 
 
+def worst(got, want) -> float:
+    """The largest error of all values and gradients."""
+    (values, grads), (want_values, want_grads) = got, want
+    pairs = [*zip(values, want_values, strict=True), *((grads[name], want_grads[name]) for name in grads)]
+    return max(relative_rms(x, y) for x, y in pairs)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_both_ways_agree(case, monkeypatch):
     want = value_and_grads(case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, case.cu_seqlens)
@@ -46,9 +54,7 @@ def test_both_ways_agree(case, monkeypatch):
         monkeypatch.setattr(_mild, "MILD", tl.constexpr(most))
         _solve._forward.clear_cache()
         _solve._backward.clear_cache()
-        values, grads = run(case)
-        errors = [error(x, y) for x, y in zip(values, want[0], strict=True)] + [error(grads[n], want[1][n]) for n in grads]
-        assert max(errors) < 6e-3, (most, errors)
+        assert worst(run(case), want) < 6e-3, most
 
 
 def test_gates_at_the_limit_lose_nothing():
@@ -58,7 +64,5 @@ def test_gates_at_the_limit_lose_nothing():
             return arrays | {"gk": jnp.full_like(arrays["gk"], -79.9 / 64)}
 
     case = AtTheLimit(**dataclasses.asdict(CASES[0]))
-    values, grads = run(case)
-    want_values, want_grads = value_and_grads(case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, None)
-    errors = [error(x, y) for x, y in zip(values, want_values, strict=True)] + [error(grads[n], want_grads[n]) for n in grads]
-    assert max(errors) < 6e-3, errors
+    want = value_and_grads(case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, None)
+    assert worst(run(case), want) < 6e-3
