@@ -90,7 +90,7 @@ INTERPRETED = [
     Case(("g", "gv"), "positive", shape=(1, 20, 2, 1, 16, 16)),
     Case(("gk",), "mild", dtype="bfloat16", gate_dtype="bfloat16", shape=(1, 40, 2, 2, 16, 16), state=True),
     Case(("g", "gk", "g_gamma"), "-inf", dtype="bfloat16", shape=(1, 100, 2, 1, 24, 16), state=True, block_q=64, reverse=True),
-    Case(("gk",), "strong", dtype="bfloat16", shape=(1, 600, 1, 1, 16, 16), block_q=64),  # splits the sequence
+    Case(("gk",), "strong", dtype="bfloat16", shape=(1, 1030, 1, 1, 16, 16), block_q=64),  # splits the sequence
     Case(
         ("gk",), "resets", dtype="bfloat16", shape=(1, 130, 2, 1, 40, 24), cu_seqlens=(0, 5, 5, 70, 130), block_q=64, state=True
     ),
@@ -101,6 +101,17 @@ INTERPRETED = [
     Case(
         ("g", "gk", "gv"), dtype="bfloat16", shape=(1, 130, 2, 1, 24, 16), cu_seqlens=(0, 5, 5, 70, 130), block_q=64, state=True
     ),
+    Case(("g",), "resets", dtype="bfloat16", shape=(1, 1030, 1, 1, 140, 24), block_q=64, state=True),  # as does this one
+    Case(
+        ("gk",),
+        dtype="bfloat16",
+        shape=(1, 130, 2, 1, 140, 24),
+        cu_seqlens=(0, 5, 5, 70, 130),
+        block_q=64,
+        reverse=True,
+        state=True,
+    ),
+    Case((), dtype="bfloat16", shape=(1, 70, 2, 1, 200, 16), block_q=64),
     Case(("g_gamma",), dtype="bfloat16", shape=(1, 300, 2, 1, 24, 16), state=True),
     Case(("g",), "mild", dtype="bfloat16", shape=(1, 40, 2, 2, 16, 16), state=True),
     Case(("g", "gk", "gv", "g_gamma"), "-inf", shape=(2, 3, 4, 2, 5, 19), schedule="recurrent", state=True),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import cdiv, is_interpreted, triton_call
-from ejkernel.kernels._triton.recurrent import _key, _mild, _pairs, _side
+from ejkernel.kernels._triton.recurrent import _key, _mild, _pairs, _side, _wide
 from ejkernel.kernels._triton.recurrent._launch import Call, Side, absent, fits_registers, heads, per_head_dtype, shape, sides
 from ejkernel.kernels._triton.recurrent._plan import PROGRAMS_TO_FILL, Array, Segments, gate_pieces, tile
 
@@ -82,7 +82,7 @@ def forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Any]]:
     """(output, final state, what the gradient starts from if kept: states before every slot and the key side)."""
     side = prepared_keys(call, keep)
     v, begin = call.arrays["value"], call.get("initial_state")
-    o, final, *states = _walk_prepared(
+    o, final, *states = walk_prepared(
         call, side.xd, side.yd, side.tot, side.pairs, v, begin, call.plan.output, adjoint=False, keep=keep
     )
     return o, final, {"states": states[0], **side._asdict()} if keep else {}
@@ -91,26 +91,27 @@ def forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Any]]:
 def adjoint(call: Call, do: Array, side: Prepared, dfinal: Array | None) -> tuple[Array, Array, Array]:
     """(dv per query head, adjoint after every slot, gradient of the initial state) from what `forward` has kept."""
     dtype = per_head_dtype(call, call.arrays["value"])
-    dv, final, states = _walk_prepared(call, side.yd, side.xd, side.tot, side.pairs, do, dfinal, dtype, adjoint=True, keep=True)
+    dv, final, states = walk_prepared(call, side.yd, side.xd, side.tot, side.pairs, do, dfinal, dtype, adjoint=True, keep=True)
     return dv, states, final
 
 
-def _walk_prepared(
+def walk_prepared(
     call: Call, qd: Array | None, kd: Array | None, tot: Array, A: Array | None, v: Array, begin: Array | None, output: Any, *,
     adjoint: bool, keep: bool,
 ) -> list[Array]:  # fmt: skip
-    """`_key.outputs`: [output; state at the end; states if kept]."""
+    """`_key.outputs` or, of 256 rows, `_wide.wide_outputs`: [output; state at the end; states if kept]."""
     plan, (B, T, H, K, V), slots = call.plan, call.dims, call.slots
-    BV = plan.block_d or tile(V, 64)
+    wide = tot.shape[2] == 256
+    BV = plan.block_d or tile(V, 128 if wide else 64)
     tiles = cdiv(V, BV)
-    KP = tot.shape[2]
     segments = Segments.of(slots, call.sequences, call.sequences * H * tiles)
     sizes = (slots.table, segments.table, T, slots.per_sequence, segments.per_sequence, segments.chunks)
     common: dict[str, Any] = {
-        "H": H, "SIGN": plan.sign, "EVEN": slots.even, "K": K, "KP": KP, "HV": heads(v), "V": V, "BV": BV, "ADJOINT": adjoint,
-        "STAGES": plan.num_stages or (3 if KP <= 128 else 1), "num_warps": plan.num_warps or 4, "kernel": _key.outputs,
+        "H": H, "SIGN": plan.sign, "EVEN": slots.even, "K": K, "HV": heads(v), "V": V, "BV": BV, "ADJOINT": adjoint,
+        "STAGES": plan.num_stages or (2 if wide else 3), "num_warps": plan.num_warps or (8 if BV == 128 else 4),
         "grid": (tiles * segments.count, H),
     }  # fmt: skip
+    common |= {"kernel": _wide.wide_outputs} if wide else {"kernel": _key.outputs, "KP": tot.shape[2]}
     ends = decay = None
     if segments.split:
         G = segments.count

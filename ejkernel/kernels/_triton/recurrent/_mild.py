@@ -55,26 +55,20 @@ def mild_prepare(
     if rows <= 0:
         tl.store(mild + index, 1)
         return
-    logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, 0, True, H, HG, HGS, K, C, BK, SIGN, EVEN)  # [C, BK]
-    span = tl.max(tl.sum(tl.abs(logs), 0), 0)
-    for col in range(BK, KP, BK):
-        more = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, K, C, BK, SIGN, EVEN)
-        span = tl.maximum(span, tl.max(tl.sum(tl.abs(more), 0), 0))
-    tl.store(mild + index, (span <= MILD).to(tl.int32))
-    if span > MILD:
-        return
     r = tl.arange(0, C)
     pairs = tl.zeros([C, C], tl.float32)
+    span = 0.0
     for col in range(0, KP, BK):
-        if KP > BK:
-            logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, K, C, BK, SIGN, EVEN)
-        c, half = _from_middle(logs, PIECES)
         bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN)
+        if q is not None:
+            bq = load_rows(q, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
+        logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, K, C, BK, SIGN, EVEN)  # [C, BK]
+        span = tl.maximum(span, tl.max(tl.sum(tl.abs(logs), 0), 0))
+        c, half = _from_middle(logs, PIECES)
         bk = bk.to(tl.float32) * exp_of_log(-c, APPROXIMATE)
         at = index * (C * KP) + (r[:, None] * KP + (col + tl.arange(0, BK))[None, :])
         tl.store(kd + at, (bk * half[None, :]).to(DT))
         if q is not None:
-            bq = load_rows(q, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
             bq = bq.to(tl.float32) * (exp_of_log(c, APPROXIMATE) * scale)
             tl.store(qd + at, (bq * half[None, :]).to(DT))
             # Rounded once, when they are stored: in bfloat16 these factors would cost as much accuracy as all the rest.
@@ -83,6 +77,7 @@ def mild_prepare(
     if q is not None:
         pairs = tl.where(r[:, None] >= r[None, :], pairs, 0.0)
         tl.store(A + index * (C * C) + (r[:, None] * C + r[None, :]), pairs.to(DT))
+    tl.store(mild + index, (span <= MILD).to(tl.int32))
 
 
 @triton.jit
@@ -124,41 +119,36 @@ def mild_side(
     if tl.load(mild + index) == 0:
         return
     r = tl.arange(0, C)
-    M = tl.zeros([C, C], tl.float32)
+    M = tl.zeros([C, C], tl.float32)  # the opposite pairs
+    ax = tl.zeros([C, BD], tl.float32)  # adjoint of x exp(c - m): from the state before the chunk, then from pairs
+    ay = tl.zeros([C, BD], tl.float32)  # adjoint of y exp(m - c)
+    through = tl.zeros([BD], tl.float32)
+    for c2 in tl.range(0, D2, B2, num_stages=STAGES):
+        bx2 = _opposite(x2, token, rows, index, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)  # [C, B2]
+        S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
+        ax = dot(bx2, tl.trans(S), ax, DT, PREC)
+        if dy is not None:
+            by2 = _opposite(y2, token, rows, index, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
+            dS = load_state(ends, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
+            ay = dot(by2, tl.trans(dS), ay, DT, PREC)
+            if A2 is None:
+                M = dot(bx2, tl.trans(by2), M, DT, PREC)
+            if dg is not None:
+                product = S.to(tl.float32) * dS.to(tl.float32)
+                if tot2 is not None:
+                    product *= tl.load(tot2 + index * P2 + c2 + tl.arange(0, B2))[None, :]
+                through += tl.sum(product, 1)
     if A2 is not None:
         M += tl.load(A2 + index * (C * C) + (r[:, None] * C + r[None, :])).to(tl.float32)
-    else:
-        for c2 in tl.range(0, D2, B2, num_stages=STAGES):
-            bx2 = load_rows(x2, token, rows, head // (H // HX2), c2, HX2, D2, C, B2, SIGN, EVEN)  # [C, B2]
-            by2 = load_rows(y2, token, rows, head // (H // HY2), c2, HY2, D2, C, B2, SIGN, EVEN)
-            M = dot(bx2, tl.trans(by2), M, DT, PREC)
     M = (tl.where(r[:, None] >= r[None, :], M, 0.0) * scale).to(DT)
     logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, D, C, BD, SIGN, EVEN)  # [C, BD]
     c, half = _from_middle(logs, PIECES)
     by = load_rows(y, token, rows, head // (H // HY), col, HY, D, C, BD, SIGN, EVEN)
     by = (by.to(tl.float32) * exp_of_log(-c, APPROXIMATE)).to(DT)
+    ax = tl.dot(M, by, ax * (half * scale)[None, :])
     if dy is not None:
         bx = load_rows(x, token, rows, head // (H // HX), col, HX, D, C, BD, SIGN, EVEN)
         bx = (bx.to(tl.float32) * exp_of_log(c, APPROXIMATE)).to(DT)
-    ax = tl.zeros([C, BD], tl.float32)  # adjoint of x exp(c - m): from the state before the chunk, then from pairs
-    for c2 in tl.range(0, D2, B2, num_stages=STAGES):
-        S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
-        bx2 = _opposite(x2, token, rows, index, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)  # [C, B2]
-        ax = dot(bx2, tl.trans(S), ax, DT, PREC)
-    ax = tl.dot(M, by, ax * (half * scale)[None, :])
-    if dy is not None:
-        through = tl.zeros([BD], tl.float32)
-        ay = tl.zeros([C, BD], tl.float32)  # adjoint of y exp(m - c)
-        for c2 in tl.range(0, D2, B2, num_stages=STAGES):
-            dS = load_state(ends, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
-            by2 = _opposite(y2, token, rows, index, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
-            ay = dot(by2, tl.trans(dS), ay, DT, PREC)
-            if dg is not None:
-                S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
-                product = S.to(tl.float32) * dS.to(tl.float32)
-                if tot2 is not None:
-                    product *= tl.load(tot2 + index * P2 + c2 + tl.arange(0, B2))[None, :]
-                through += tl.sum(product, 1)
         ay *= half[None, :]
         if dg is not None:
             # The decay of row j is in what every row t >= j reads and in what is read of every row s < j. A pair (t, s) counts

@@ -85,7 +85,7 @@ class Slots:
         slots_of = -(-jnp.diff(cu_seqlens) // plan.C)  # [N]
         first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(slots_of, dtype=jnp.int32)])
         index = jnp.arange(count, dtype=jnp.int32)
-        seq = jnp.minimum(jnp.searchsorted(first, index, side="right") - 1, N - 1).astype(jnp.int32)
+        seq = owner(first, index)
         place = (index - first[seq]) * plan.C
         low, high = cu_seqlens[seq], cu_seqlens[seq + 1]
         token = high - 1 - place if plan.reverse else low + place
@@ -131,12 +131,20 @@ class Segments:
         segments_of = jnp.maximum(1, -(-slots_of // chunks))  # an empty sequence still hands its state on
         first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(segments_of, dtype=jnp.int32)])
         index = jnp.arange(count, dtype=jnp.int32)
-        seq = jnp.minimum(jnp.searchsorted(first, index, side="right") - 1, N - 1).astype(jnp.int32)
+        seq = owner(first, index)
         place = index - first[seq]
         slots_here = jnp.clip(slots_of[seq] - place * chunks, 0, chunks)
         used = index < first[-1]
         table = jnp.stack([slots.first[seq] + place * chunks, slots_here, jnp.where(used, seq, -1), place, segments_of[seq]])
         return cls(chunks, count, count, table.astype(jnp.int32))
+
+
+def owner(first: Array, index: Array) -> Array:
+    """The sequence i with first[i] <= index < first[i + 1], the last one for an index beyond all; first [N + 1]."""
+    # Comparing with everything is one small kernel; a search is a loop of a dozen.
+    method = "compare_all" if first.size * index.size <= 1 << 22 else "scan"
+    found = jnp.searchsorted(first, index, side="right", method=method) - 1
+    return jnp.minimum(found, first.size - 2).astype(jnp.int32)
 
 
 def tile(channels: int, most: int) -> int:

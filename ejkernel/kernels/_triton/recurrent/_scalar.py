@@ -128,6 +128,48 @@ def forward(
 
 
 @triton.jit
+def prepare(
+    q, k, gs, gamma, slots, scale, T, NT,
+    A, qd, kd, tot,
+    H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Grid (slots, heads): what `_key.prepare` leaves of a gate per key channel, of a head's own decay or of none."""
+    GATED: tl.constexpr = (gs is not None) or (gamma is not None)
+    s = tl.program_id(0)
+    head = tl.program_id(1)
+    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    if rows <= 0:
+        return
+    index = s.to(tl.int64) * H + head
+    r = tl.arange(0, C)
+    pre = tl.full([C], 1.0, tl.float32)
+    suf = tl.full([C], 1.0, tl.float32)
+    passed = 1.0
+    if GATED:
+        ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
+        following = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
+        pre = tl.exp(tl.cumsum(ls, 0))  # [C]
+        suf = tl.exp(tl.cumsum(following, 0, reverse=True))  # [C]
+        passed = tl.exp(tl.sum(ls, 0))
+    pairs = tl.zeros([C, C], tl.float32)
+    for col in range(0, KP, BK):
+        bq = load_rows(q, token, rows, head, col, H, K, C, BK, SIGN, EVEN)  # [C, BK]
+        bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
+        pairs = dot(bq, tl.trans(bk.to(DT)), pairs, DT, PREC)
+        i = col + tl.arange(0, BK)
+        at = index * (C * KP) + (r[:, None] * KP + i[None, :])
+        tl.store(qd + at, (bq.to(tl.float32) * (pre * scale)[:, None]).to(DT))
+        tl.store(kd + at, (bk.to(tl.float32) * suf[:, None]).to(DT))
+        tl.store(tot + index * KP + i, tl.zeros([BK], tl.float32) + passed)
+    if GATED:
+        pairs *= decay_matrix(gs, ls, constant_decay(gamma, seq, head, H), False, C, EXACT)
+    else:
+        pairs = tl.where(r[:, None] >= r[None, :], pairs, 0.0)
+    tl.store(A + index * (C * C) + (r[:, None] * C + r[None, :]), (pairs * scale).to(DT))
+
+
+@triton.jit
 def outputs(
     q, k, v, gs, gamma, starts, slots, scale, T, NT,
     o,

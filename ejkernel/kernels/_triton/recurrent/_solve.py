@@ -12,11 +12,11 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
-from ejkernel.kernels._triton.recurrent import _launch, _launch_both, _launch_key
+from ejkernel.kernels._triton.recurrent import _launch, _launch_both, _launch_key, _launch_wide
 from ejkernel.kernels._triton.recurrent._batching import foldable
 from ejkernel.kernels._triton.recurrent._candidates import refusal
 from ejkernel.kernels._triton.recurrent._launch import Call, shape, sides
-from ejkernel.kernels._triton.recurrent._plan import MAX_CHANNELS, Array, Plan
+from ejkernel.kernels._triton.recurrent._plan import MAX_CHANNELS, Array, Plan, owner
 from ejkernel.kernels._triton.recurrent._reverse_only import differentiable_once, not_differentiable
 
 DIFFERENTIABLE = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "initial_state")
@@ -105,6 +105,8 @@ def _launch_forward(
     call = Call.of(plan, arrays, cu_seqlens)
     if plan.schedule == "recurrent":
         return (*_launch.step_by_step(call), {})
+    if _launch_wide.fits(call):
+        return _launch_wide.forward(call, wanted is not None)
     if call.gated_by_head:
         keep = wanted is not None and not _by_passes(call, wanted)
         output, final, states = _launch.scalar_forward(call, keep)
@@ -145,12 +147,16 @@ def _launch_backward(
             grads["g_gamma"] = jnp.zeros_like(arrays["g_gamma"])  # nobody asks for it
         return {name: _reduced(grads[name], x) for name, x in arrays.items()}
     if not saved:  # the call itself went step by step and kept nothing
-        for by_channel in (_launch_key, _launch_both):
-            if by_channel.fits(call):
-                _, _, saved = by_channel.forward(call, keep=True)
+        for prepared in (_launch_wide, _launch_key, _launch_both):
+            if prepared.fits(call):
+                _, _, saved = prepared.forward(call, keep=True)
     starts = saved["states"] if "states" in saved else _launch.walk(call, k, v, call.get("initial_state"))[0]
-    if call.gated_by_head and _launch.one_pass(call, q.shape[3]):
-        grads["value"], ends, grads["initial_state"] = _launch.scalar_backward_of_value(call, doutput, dfinal)
+    if _launch_wide.fits(call) or (call.gated_by_head and _launch.one_pass(call, q.shape[3])):
+        if _launch_wide.fits(call):
+            walked = _launch_wide.adjoint(call, doutput, saved, dfinal)
+        else:
+            walked = _launch.scalar_backward_of_value(call, doutput, dfinal)
+        grads["value"], ends, grads["initial_state"] = walked
         grads["query"], grads["key"], _, dlog = _launch.scalar_backward(call, doutput, starts, ends, of_value=False)
     elif call.gated_by_head:
         ends, grads["initial_state"] = _launch.walk(call, q, doutput, dfinal, adjoint=True)
@@ -212,7 +218,7 @@ def _per_sequence(dlog: Array, cu_seqlens: Array | None) -> Array:
     if cu_seqlens is None:
         return jnp.sum(dlog, 1)
     tokens = jnp.arange(dlog.shape[1], dtype=cu_seqlens.dtype)
-    sequence = jnp.searchsorted(cu_seqlens, tokens, side="right") - 1
+    sequence = owner(cu_seqlens, tokens)
     return jax.ops.segment_sum(dlog[0], sequence, num_segments=cu_seqlens.shape[0] - 1)
 
 
