@@ -34,8 +34,7 @@ def walk_prepared(
     head = tl.program_id(1)
     b = (pid % TB) * BB
     a = (pid // TB % TA) * BA
-    g = pid // (TA * TB)
-    first, count, seq, place, total = segment_at(segments, g, NT, NS, SC)
+    g, first, count, seq, place, total = segment_at(segments, pid // (TA * TB), NT, NS, SC)
     if seq < 0:
         return
     last = place == total - 1  # whether this segment is walked last

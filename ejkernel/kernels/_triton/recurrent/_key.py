@@ -210,8 +210,7 @@ def outputs(
     pid = tl.program_id(0)
     head = tl.program_id(1)
     b = (pid % TV) * BV
-    g = pid // TV
-    first, count, seq, place, total = segment_at(segments, g, NT, NS, SC)
+    g, first, count, seq, place, total = segment_at(segments, pid // TV, NT, NS, SC)
     if seq < 0:
         return
     last = place == total - 1  # whether this segment is walked last

@@ -87,8 +87,8 @@ def _walk_call(
     gk, gv = call.get("gk"), call.get("gv")
     constants: dict[str, Any] = dict(
         call.constants(), HA=heads(a), HB=heads(b), HGA=heads(gk), HGB=heads(gv), DA=K, DB=V, BA=BA, BB=BB, ADJOINT=adjoint,
-        PIECES=call.pieces("gk", "gv", "g", "g_gamma"), STAGES=plan.num_stages or 3, num_warps=plan.num_warps or 4,
-        kernel=_walk.walk, grid=(tiles * segments.count, H),
+        PIECES=call.pieces("gk", "gv", "g", "g_gamma"), EXACT=plan.exact, STAGES=plan.num_stages or 3,
+        num_warps=plan.num_warps or 4, kernel=_walk.walk, grid=(tiles * segments.count, H),
     )  # fmt: skip
     scale = plan.scale if adjoint else 1.0
     sizes = (slots.table, segments.table, scale, T, slots.per_sequence, segments.per_sequence, segments.chunks)

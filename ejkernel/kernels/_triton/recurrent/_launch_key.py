@@ -101,15 +101,15 @@ def walk_prepared(
 ) -> list[Array]:  # fmt: skip
     """`_key.outputs` or, of 256 rows, `_wide.wide_outputs`: [output; state at the end; states if kept]."""
     plan, (B, T, H, K, V), slots = call.plan, call.dims, call.slots
-    wide = tot.shape[2] == 256
+    wide = tot.shape[2] == 256 and not keep
     BV = plan.block_d or tile(V, 128 if wide else 64)
     tiles = cdiv(V, BV)
     segments = Segments.of(slots, call.sequences, call.sequences * H * tiles)
     sizes = (slots.table, segments.table, T, slots.per_sequence, segments.per_sequence, segments.chunks)
     common: dict[str, Any] = {
         "H": H, "SIGN": plan.sign, "EVEN": slots.even, "K": K, "HV": heads(v), "V": V, "BV": BV, "ADJOINT": adjoint,
-        "STAGES": plan.num_stages or (2 if wide else 3), "num_warps": plan.num_warps or (8 if BV == 128 else 4),
-        "grid": (tiles * segments.count, H),
+        "STAGES": plan.num_stages or (2 if wide else 3 if tot.shape[2] <= 128 else 1),
+        "num_warps": plan.num_warps or (8 if BV == 128 else 4), "grid": (tiles * segments.count, H),
     }  # fmt: skip
     common |= {"kernel": _wide.wide_outputs} if wide else {"kernel": _key.outputs, "KP": tot.shape[2]}
     ends = decay = None
@@ -181,7 +181,7 @@ def one_side(
         *inputs, A2, *opposite_rows, tot2, starts, ends, prepared.mild, slots.table, scale, T, slots.per_sequence,
         kernel=_mild.mild_side, grid=(cdiv(D, BD) * count, H), BD=BD, B2=tile(D2, 128), num_warps=4,
         PIECES=gate_pieces(plan, own.gate, g, g_gamma), APPROXIMATE=not is_interpreted(_mild.mild_side),
-        STAGES=plan.num_stages or 2, **common,
+        STAGES=plan.num_stages or 1, **common,
     )  # fmt: skip
     BD, group = block or 32, slots_together(call)
     filled = dict(zip(names, found, strict=True))

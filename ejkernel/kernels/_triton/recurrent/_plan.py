@@ -100,7 +100,7 @@ class Segments:
     chunks: int
     count: int
     per_sequence: int  # dense; the table's width when packed
-    table: Array | None  # [5, count]: first slot, slots, sequence (-1: unused), place in the sequence, the sequence's segments
+    table: Array | None  # [6, count]: see `_packed`
 
     @property
     def split(self) -> bool:
@@ -125,6 +125,8 @@ class Segments:
 
     @classmethod
     def _packed(cls, slots: Slots, N: int, chunks: int) -> Segments:
+        """With rows first slot, slots, sequence (-1: unused), place in the sequence, the sequence's segments, and the order in
+        which segments are started: the longest first, so that what the device ends with is short."""
         assert slots.first is not None
         count = slots.count // chunks + N
         slots_of = jnp.diff(slots.first)  # [N]
@@ -135,7 +137,10 @@ class Segments:
         place = index - first[seq]
         slots_here = jnp.clip(slots_of[seq] - place * chunks, 0, chunks)
         used = index < first[-1]
-        table = jnp.stack([slots.first[seq] + place * chunks, slots_here, jnp.where(used, seq, -1), place, segments_of[seq]])
+        order = jnp.argsort(slots_here, descending=True)
+        table = jnp.stack(
+            [slots.first[seq] + place * chunks, slots_here, jnp.where(used, seq, -1), place, segments_of[seq], order]
+        )
         return cls(chunks, count, count, table.astype(jnp.int32))
 
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._triton.recurrent._decays import constant_decay, decay_matrix, head_decays
 from ejkernel.kernels._triton.recurrent._tiles import (
-    decay_matrix,
     dot,
-    head_log_decay,
     load_rows,
     load_state,
     onwards,
@@ -24,15 +23,6 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     store_state,
 )
 from ejkernel.kernels._triton.recurrent._walk import segment_at
-
-
-@triton.jit
-def constant_decay(gamma, seq, head, H: tl.constexpr):
-    """The log decay that g_gamma gives every step of a head; 0 without it."""
-    value = 0.0
-    if gamma is not None:
-        value = tl.maximum(tl.load(gamma + seq * H + head).to(tl.float32), -1e30)
-    return value
 
 
 @triton.jit
@@ -55,8 +45,7 @@ def forward(
     pid = tl.program_id(0)
     head = tl.program_id(1)
     b = (pid % TV) * BV
-    g = pid // TV
-    first, count, seq, place, total = segment_at(segments, g, NT, NS, SC)
+    g, first, count, seq, place, total = segment_at(segments, pid // TV, NT, NS, SC)
     if seq < 0:
         return
     row = seq.to(tl.int64) * H + head
@@ -95,13 +84,10 @@ def forward(
             store_state(states, S, s.to(tl.int64) * H + head, 0, b, K, V, BK, BV)
         bo = dot(bq, S, None, DT, PREC)  # [C, BV]
         if GATED:
-            ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
-            following = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
-            pre = tl.exp(tl.cumsum(ls, 0))  # [C]
-            suf = tl.exp(tl.cumsum(following, 0, reverse=True))  # [C]
+            logs, pre, suf, kept = head_decays(gs, gamma, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
             if gs is not None:
-                D = decay_matrix(gs, ls, constant, ADJOINT, C, EXACT)
-            S *= tl.exp(tl.sum(ls, 0))
+                D = decay_matrix(gs, logs, constant, ADJOINT, C, EXACT)
+            S *= kept
         A = dot(bq, tl.trans(bk.to(DT)), None, DT, PREC) * D  # [C, C]
         if ADJOINT:  # the state holds scale times what it sums, since its beginning does
             if GATED:
@@ -135,7 +121,6 @@ def prepare(
     SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Grid (slots, heads): what `_key.prepare` leaves of a gate per key channel, of a head's own decay or of none."""
-    GATED: tl.constexpr = (gs is not None) or (gamma is not None)
     s = tl.program_id(0)
     head = tl.program_id(1)
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
@@ -143,15 +128,8 @@ def prepare(
         return
     index = s.to(tl.int64) * H + head
     r = tl.arange(0, C)
-    pre = tl.full([C], 1.0, tl.float32)
-    suf = tl.full([C], 1.0, tl.float32)
-    passed = 1.0
-    if GATED:
-        ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
-        following = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
-        pre = tl.exp(tl.cumsum(ls, 0))  # [C]
-        suf = tl.exp(tl.cumsum(following, 0, reverse=True))  # [C]
-        passed = tl.exp(tl.sum(ls, 0))
+    constant = constant_decay(gamma, seq, head, H)
+    logs, pre, suf, kept = head_decays(gs, gamma, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
     pairs = tl.zeros([C, C], tl.float32)
     for col in range(0, KP, BK):
         bq = load_rows(q, token, rows, head, col, H, K, C, BK, SIGN, EVEN)  # [C, BK]
@@ -161,11 +139,8 @@ def prepare(
         at = index * (C * KP) + (r[:, None] * KP + i[None, :])
         tl.store(qd + at, (bq.to(tl.float32) * (pre * scale)[:, None]).to(DT))
         tl.store(kd + at, (bk.to(tl.float32) * suf[:, None]).to(DT))
-        tl.store(tot + index * KP + i, tl.zeros([BK], tl.float32) + passed)
-    if GATED:
-        pairs *= decay_matrix(gs, ls, constant_decay(gamma, seq, head, H), False, C, EXACT)
-    else:
-        pairs = tl.where(r[:, None] >= r[None, :], pairs, 0.0)
+        tl.store(tot + index * KP + i, tl.zeros([BK], tl.float32) + kept)
+    pairs *= decay_matrix(gs, logs, constant, False, C, EXACT)
     tl.store(A + index * (C * C) + (r[:, None] * C + r[None, :]), (pairs * scale).to(DT))
 
 
@@ -197,9 +172,10 @@ def outputs(
     t = tl.arange(0, C)[:, None]
     u = tl.arange(0, C)[None, :]
     if (gs is not None) or (gamma is not None):
-        ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
-        A *= decay_matrix(gs, ls, constant_decay(gamma, seq, head, H), False, C, EXACT)
-        bo *= tl.exp(tl.cumsum(ls, 0))[:, None]
+        constant = constant_decay(gamma, seq, head, H)
+        logs, pre, _, _ = head_decays(gs, gamma, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+        A *= decay_matrix(gs, logs, constant, False, C, EXACT)
+        bo *= pre[:, None]
     else:
         A = tl.where(t >= u, A, 0.0)
     store_rows(o, dot(A, bv, bo, DT, PREC) * scale, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
@@ -234,11 +210,10 @@ def backward(
         bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
         dA = dot(bd, tl.trans(bv.to(DT)), dA, DT, PREC)
     if GATED:
-        ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
-        following = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
-        D = decay_matrix(gs, ls, constant_decay(gamma, seq, head, H), False, C, EXACT) * scale
-        pre = tl.exp(tl.cumsum(ls, 0)) * scale  # [C]
-        suf = tl.exp(tl.cumsum(following, 0, reverse=True))  # [C]
+        constant = constant_decay(gamma, seq, head, H)
+        logs, pre, suf, kept = head_decays(gs, gamma, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+        D = decay_matrix(gs, logs, constant, False, C, EXACT) * scale
+        pre *= scale
         dA *= D
         # The decay of row r is a factor of every D[t, s] with s < r <= t: sum over t >= r, then over the columns s < r.
         spanned = dot(onwards(C), A * dA, None, DT, PREC)
@@ -292,5 +267,5 @@ def backward(
         r = tl.arange(0, C)
         # and of every prefix from r on and every suffix before r, and of what passes through the whole chunk.
         dlog += tl.sum(tl.where(u >= t, at_prefix[None, :], 0.0), 1) + tl.sum(tl.where(u < t, at_suffix[None, :], 0.0), 1)
-        dlog += through * tl.exp(tl.sum(ls, 0))
+        dlog += through * kept
         tl.store(dg + (token + SIGN * r) * H + head, dlog, mask=r < rows)

@@ -192,33 +192,3 @@ def sums(which, x, PIECES: tl.constexpr):
         if PIECES > 2:
             total = tl.dot(which, (rest - piece.to(tl.float32)).to(tl.bfloat16), total)
     return total
-
-
-@triton.jit
-def decay_matrix(gs, log_decay, gamma_value, TRANSPOSED: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr):
-    """[C, C]: the decay from row s to row t of a head, 0 for s > t; element [t, s], or [s, t] when TRANSPOSED.
-
-    log_decay [C] holds every row's; without g the decay is a constant and a row's distance tells it. EXACT (float32): sums
-    over just the rows from s to t. Otherwise differences of running sums of log decays clamped to -90: a reset is still 0
-    (exp(-90) is), nothing is infinite, and the sums are right to 2^-24 of 64 * 90, a tenth of bfloat16's rounding at worst.
-    """
-    if TRANSPOSED:
-        t = tl.arange(0, C)[None, :]
-        s = tl.arange(0, C)[:, None]
-    else:
-        t = tl.arange(0, C)[:, None]
-        s = tl.arange(0, C)[None, :]
-    if gs is None:
-        logs = (t - s) * gamma_value
-    elif EXACT:
-        r = tl.arange(0, C)
-        logs = sums(upto(C), tl.where(r[:, None] > r[None, :], log_decay[:, None], 0.0), 3)
-        if TRANSPOSED:
-            logs = tl.trans(logs)
-    else:
-        running = tl.cumsum(tl.maximum(log_decay, -90.0), 0)
-        if TRANSPOSED:
-            logs = running[None, :] - running[:, None]
-        else:
-            logs = running[:, None] - running[None, :]
-    return tl.where(t >= s, tl.exp(logs), 0.0)

@@ -14,12 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._triton.recurrent._decays import constant_decay, head_decays
 from ejkernel.kernels._triton.recurrent._tiles import (
     after,
     before,
     channel_log_decay,
     dot,
-    head_log_decay,
     load_rows,
     load_state,
     onwards,
@@ -32,9 +32,14 @@ from ejkernel.kernels._triton.recurrent._tiles import (
 
 
 @triton.jit
-def segment_at(segments, g, NT, NS, SC):
-    """(first slot, slots, sequence, place in the sequence, the sequence's segments); segments: table [5, NS] or None."""
+def segment_at(segments, n, NT, NS, SC):
+    """(segment, its first slot, slots, sequence, place in the sequence, the sequence's segments) of the n-th to be started.
+
+    segments: table [6, NS] of packed calls, or None.
+    """
+    g = n
     if segments is not None:
+        g = tl.load(segments + 5 * NS + n)
         first = tl.load(segments + g)
         count = tl.load(segments + NS + g)
         seq = tl.load(segments + 2 * NS + g)
@@ -46,7 +51,7 @@ def segment_at(segments, g, NT, NS, SC):
         total = NS
         first = seq * NT + place * SC
         count = tl.minimum(SC, NT - place * SC)
-    return first, count, seq, place, total
+    return g, first, count, seq, place, total
 
 
 @triton.jit
@@ -79,7 +84,8 @@ def walk(
     states, final, decay_a, decay_b,
     H: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr, HGA: tl.constexpr, HGB: tl.constexpr, HGS: tl.constexpr,
     DA: tl.constexpr, DB: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
-    EVEN: tl.constexpr, ADJOINT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ADJOINT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, PIECES: tl.constexpr, EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of a * tiles of b * segments, heads).
 
@@ -93,8 +99,7 @@ def walk(
     head = tl.program_id(1)
     b = (pid % TB) * BB
     a = (pid // TB % TA) * BA
-    g = pid // (TA * TB)
-    first, count, seq, place, total = segment_at(segments, g, NT, NS, SC)
+    g, first, count, seq, place, total = segment_at(segments, pid // (TA * TB), NT, NS, SC)
     if seq < 0:
         return
     if SEGMENT:  # nobody starts from the end of the segment that is walked last
@@ -110,6 +115,7 @@ def walk(
     kept_a = tl.full([BA], 1.0, tl.float32)
     kept_b = tl.full([BB], 1.0, tl.float32)
     row = seq.to(tl.int64) * H + head
+    constant = constant_decay(gamma, seq, head, H)
     if not SEGMENT:
         if begin is not None:
             S += load_state(begin, row, a, b, DA, DB, DB, 1, BA, BB).to(tl.float32)
@@ -151,14 +157,10 @@ def walk(
             if SEGMENT:
                 kept_b *= tot_b
         if SCALAR:
+            _, pre, suf, tot = head_decays(gs, gamma, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+            factor = suf
             if ADJOINT:
-                ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
-                tot = tl.exp(tl.sum(ls, 0))
-                factor = tl.exp(tl.cumsum(ls, 0))
-            else:
-                ls = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
-                tot = tl.exp(tl.sum(head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN), 0))
-                factor = tl.exp(tl.cumsum(ls, 0, reverse=True))
+                factor = pre
             vb = vb.to(tl.float32) * factor[:, None]
             S = S * tot
             if SEGMENT:

@@ -1,7 +1,8 @@
 """`_key.outputs` for states of 129 to 256 key channels, where reading q and k once for each value tile is what takes the time.
 
-Tiles of 128 value channels read them half as often as tiles of 64. Such a tile of the state fills most of the registers, so it
-is held transposed, as the left operand that its product with q can take from there, and in two halves of 128 key channels.
+Tiles of 128 value channels read them half as often as tiles of 64. Such a tile of the state fills most of the registers; it is
+held in two halves of 128 key channels, of which one at a time is copied to shared memory for its product with q, so that the
+next chunk's rows fit there too.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ def wide_outputs(
     pid = tl.program_id(0)
     head = tl.program_id(1)
     b = (pid % TV) * BV
-    g = pid // TV
-    first, count, seq, place, total = segment_at(segments, g, NT, NS, SC)
+    g, first, count, seq, place, total = segment_at(segments, pid // TV, NT, NS, SC)
     if seq < 0:
         return
     last = place == total - 1  # whether this segment is walked last
@@ -41,16 +41,16 @@ def wide_outputs(
     row = seq.to(tl.int64) * H + head
     r = tl.arange(0, C)
     ck = tl.arange(0, HALF)
-    S0 = tl.zeros([BV, HALF], tl.float32)
-    S1 = tl.zeros([BV, HALF], tl.float32)
+    S0 = tl.zeros([HALF, BV], tl.float32)
+    S1 = tl.zeros([HALF, BV], tl.float32)
     kept0 = tl.full([HALF], 1.0, tl.float32)
     kept1 = tl.full([HALF], 1.0, tl.float32)
     if begin is not None:
-        S0 += load_state(begin, row, b, 0, V, K, 1, V, BV, HALF).to(tl.float32)
-        S1 += load_state(begin, row, b, HALF, V, K, 1, V, BV, HALF).to(tl.float32)
+        S0 += load_state(begin, row, 0, b, K, V, V, 1, HALF, BV).to(tl.float32)
+        S1 += load_state(begin, row, HALF, b, K, V, V, 1, HALF, BV).to(tl.float32)
     if ends is not None:
-        S0 = _combined(S0, ends, end_decay, g, place, total, head, 0, b, ADJOINT, H, K, V, HALF, BV)
-        S1 = _combined(S1, ends, end_decay, g, place, total, head, HALF, b, ADJOINT, H, K, V, HALF, BV)
+        S0 = combined(S0, ends, end_decay, None, g, place, total, head, 0, b, ADJOINT, H, K, V, HALF, BV)
+        S1 = combined(S1, ends, end_decay, None, g, place, total, head, HALF, b, ADJOINT, H, K, V, HALF, BV)
     for n in tl.range(count, num_stages=STAGES):
         s = first + n
         if ADJOINT:
@@ -67,41 +67,31 @@ def wide_outputs(
             kept0 *= t0
             kept1 *= t1
         else:
-            if states is not None:
-                _store(states, S0, index, 0, b, K, V, HALF, BV)
-                _store(states, S1, index, HALF, b, K, V, HALF, BV)
             bq0 = tl.load(qd + tile)
             bq1 = tl.load(qd + tile + HALF)
             ba = tl.load(A + index * (C * C) + r[:, None] * C + r[None, :])  # [C, C]
-            if not ADJOINT:
+            if ADJOINT:
                 ba = tl.trans(ba)
-            bo = tl.dot(S0.to(bq0.dtype), tl.trans(bq0))  # [BV, C]
-            bo = tl.dot(S1.to(bq1.dtype), tl.trans(bq1), bo)
-            bo = tl.dot(tl.trans(bv), ba, bo)
-            store_rows(o, tl.trans(bo.to(o.dtype.element_ty)), token, rows, head, b, H, V, C, BV, SIGN, EVEN)
-        S0 = tl.dot(tl.trans(bv), bk0, S0 * t0[None, :])
-        S1 = tl.dot(tl.trans(bv), bk1, S1 * t1[None, :])
+            bo = tl.dot(ba, bv)  # [C, BV]
+            B0 = S0.to(bq0.dtype)
+            if states is not None:
+                store_state(states, B0, index, 0, b, K, V, HALF, BV)
+            bo = tl.dot(bq0, B0, bo)
+            B1 = S1.to(bq1.dtype)
+            if states is not None:
+                store_state(states, B1, index, HALF, b, K, V, HALF, BV)
+            bo = tl.dot(bq1, B1, bo)
+            store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
+        S0 = tl.dot(tl.trans(bk0), bv, S0 * t0[:, None])
+        S1 = tl.dot(tl.trans(bk1), bv, S1 * t1[:, None])
     if SEGMENT:
         at = g.to(tl.int64) * H + head
-        _store(final, S0, at, 0, b, K, V, HALF, BV)
-        _store(final, S1, at, HALF, b, K, V, HALF, BV)
+        store_state(final, S0, at, 0, b, K, V, HALF, BV)
+        store_state(final, S1, at, HALF, b, K, V, HALF, BV)
         if b == 0:
             tl.store(decay + at * K + ck, kept0)
             tl.store(decay + at * K + HALF + ck, kept1, mask=HALF + ck < K)
     else:
         if last:
-            _store(final, S0, row, 0, b, K, V, HALF, BV)
-            _store(final, S1, row, HALF, b, K, V, HALF, BV)
-
-
-@triton.jit
-def _store(x, S, index, a, b, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    store_state(x, tl.trans(S.to(x.dtype.element_ty)), index, a, b, K, V, BK, BV)
-
-
-@triton.jit
-def _combined(
-    S, ends, decay, g, place, total, head, a, b, ADJOINT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    return tl.trans(combined(tl.trans(S), ends, decay, None, g, place, total, head, a, b, ADJOINT, H, K, V, BK, BV))
+            store_state(final, S0, row, 0, b, K, V, HALF, BV)
+            store_state(final, S1, row, HALF, b, K, V, HALF, BV)
