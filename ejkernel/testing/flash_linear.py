@@ -115,7 +115,7 @@ def forget_tuning() -> None:
 
 
 def tune_on_all_cores() -> None:
-    """Lets Triton's autotuners, which flash-linear-attention uses, compile candidates in parallel and time each for 20 ms."""
+    """Lets Triton's autotuners, which flash-linear-attention uses, compile candidates in parallel and time each for 10 ms."""
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime import _async_compile
     from triton.runtime.autotuner import Autotuner
@@ -131,4 +131,4 @@ def tune_on_all_cores() -> None:
         return run(self, *args, **kwargs)
 
     Autotuner.run = compiled_first
-    CudaDriver.get_benchmarker = lambda self: lambda call, quantiles: do_bench(call, warmup=5, rep=20, quantiles=quantiles)
+    CudaDriver.get_benchmarker = lambda self: lambda call, quantiles: do_bench(call, warmup=2, rep=10, quantiles=quantiles)

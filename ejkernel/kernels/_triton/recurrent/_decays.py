@@ -24,10 +24,13 @@ def constant_decay(gamma, seq, head, H: tl.constexpr):
 
 @triton.jit
 def head_decays(
-    gs, gamma, constant, token, rows, seq, head, H: tl.constexpr, HGS: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
-    EXACT: tl.constexpr,
+    gs, gamma, steps, constant, token, rows, seq, head, H: tl.constexpr, HGS: tl.constexpr, C: tl.constexpr,
+    SIGN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """(log decays for `decay_matrix` [C], decay up to and with each row [C], decay after it [C], decay of the chunk)."""
+    """(log decays for `decay_matrix` [C], decay up to and with each row [C], decay after it [C], decay of the chunk).
+
+    steps [C]: the rows' own log decays, of `head_log_decay`; constant: of `constant_decay`, all that is read without g.
+    """
     r = tl.arange(0, C)
     if gs is None:
         logs = tl.zeros([C], tl.float32)
@@ -35,16 +38,16 @@ def head_decays(
         after_row = tl.maximum(rows - 1 - r, 0) * constant
         whole = rows * constant
     elif EXACT:
-        logs = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
+        logs = steps
         following = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
         upto_row = tl.cumsum(logs, 0)
         after_row = tl.cumsum(following, 0, reverse=True)
         whole = tl.sum(logs, 0)
     else:
-        steps = tl.maximum(head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN), -90.0)
-        logs = tl.cumsum(steps, 0)
+        clamped = tl.maximum(steps, -90.0)
+        logs = tl.cumsum(clamped, 0)
         upto_row = logs
-        whole = tl.sum(steps, 0)
+        whole = tl.sum(clamped, 0)
         after_row = whole - logs
     return logs, tl.exp(upto_row), tl.exp(after_row), tl.exp(whole)
 

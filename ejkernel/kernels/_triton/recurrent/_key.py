@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton.recurrent._tiles import all_mild, load_rows, load_state, slot_at, store_rows, store_state
-from ejkernel.kernels._triton.recurrent._walk import combined, segment_at
+from ejkernel.kernels._triton.recurrent._walk import combined, rows_of, segment_at, slot_of
 
 
 @triton.jit
@@ -193,6 +193,13 @@ def prepare(
 
 
 @triton.jit
+def decay_of(tot, first, count, n, head, c, ADJOINT: tl.constexpr, H: tl.constexpr, KP: tl.constexpr):
+    """The decays of channels c over the n-th chunk that a segment's walk comes to; 1 beyond the last one."""
+    s, _, _ = slot_of(first, count, 0, 0, n, ADJOINT, 64, 1)
+    return tl.load(tot + (s.to(tl.int64) * H + head) * KP + c, mask=c < tl.where(n < count, KP, 0), other=1.0)
+
+
+@triton.jit
 def outputs(
     qd, kd, tot, A, v, begin, ends, end_decay, slots, segments, T, NT, NS, SC,
     o, final, states, decay,
@@ -228,16 +235,16 @@ def outputs(
         S += load_state(begin, row, 0, b, K, V, V, 1, KP, BV).to(tl.float32)
     if ends is not None:
         S = combined(S, ends, end_decay, None, g, place, total, head, 0, b, ADJOINT, H, K, V, KP, BV)
+    token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
+    next_bt = decay_of(tot, first, count, 0, head, ck, ADJOINT, H, KP)
     for n in tl.range(count, num_stages=STAGES):
-        s = first + n
-        if ADJOINT:
-            s = first + count - 1 - n
-        token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
+        s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
         index = s.to(tl.int64) * H + head
         tile = r[:, None] * KP + ck[None, :]
         bk = tl.load(kd + index * (C * KP) + tile)  # [C, KP]
         bv = load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN).to(bk.dtype)  # [C, BV]
-        bt = tl.load(tot + index * KP + ck)  # [KP]
+        bt = next_bt  # read a turn ahead, as nothing else would hide the wait for it
+        next_bt = decay_of(tot, first, count, n + 1, head, ck, ADJOINT, H, KP)  # [KP]
         if SEGMENT:
             kept *= bt
         else:

@@ -80,7 +80,8 @@ def _walk_call(
     """(segments, constants, sizes) of a launch of `_walk.walk`."""
     plan, (_, T, H, K, V), slots = call.plan, call.dims, call.slots
     wide = 64 if plan.operand == jnp.bfloat16 else 32
-    BA, BB = plan.block_k or tile(K, wide), plan.block_d or tile(V, wide)
+    by_head = call.gated_by_head and plan.operand == jnp.bfloat16  # which takes few registers
+    BA, BB = plan.block_k or tile(K, 2 * wide if by_head else wide), plan.block_d or tile(V, wide)
     tiles = cdiv(K, BA) * cdiv(V, BB)
     if segments is None:
         segments = Segments.of(slots, call.sequences, call.sequences * H * tiles)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import cdiv, is_interpreted, triton_call
-from ejkernel.kernels._triton.recurrent import _key, _mild, _pairs, _side, _wide
+from ejkernel.kernels._triton.recurrent import _key, _mild, _pairs, _side
 from ejkernel.kernels._triton.recurrent._launch import Call, Side, absent, fits_registers, heads, per_head_dtype, shape, sides
 from ejkernel.kernels._triton.recurrent._plan import PROGRAMS_TO_FILL, Array, Segments, gate_pieces, tile
 
@@ -99,19 +99,17 @@ def walk_prepared(
     call: Call, qd: Array | None, kd: Array | None, tot: Array, A: Array | None, v: Array, begin: Array | None, output: Any, *,
     adjoint: bool, keep: bool,
 ) -> list[Array]:  # fmt: skip
-    """`_key.outputs` or, of 256 rows, `_wide.wide_outputs`: [output; state at the end; states if kept]."""
+    """`_key.outputs`: [output; state at the end; states if kept]."""
     plan, (B, T, H, K, V), slots = call.plan, call.dims, call.slots
-    wide = tot.shape[2] == 256 and not keep
-    BV = plan.block_d or tile(V, 128 if wide else 64)
+    BV, KP = plan.block_d or tile(V, 64), tot.shape[2]
     tiles = cdiv(V, BV)
     segments = Segments.of(slots, call.sequences, call.sequences * H * tiles)
     sizes = (slots.table, segments.table, T, slots.per_sequence, segments.per_sequence, segments.chunks)
     common: dict[str, Any] = {
-        "H": H, "SIGN": plan.sign, "EVEN": slots.even, "K": K, "HV": heads(v), "V": V, "BV": BV, "ADJOINT": adjoint,
-        "STAGES": plan.num_stages or (2 if wide else 3 if tot.shape[2] <= 128 else 1),
-        "num_warps": plan.num_warps or (8 if BV == 128 else 4), "grid": (tiles * segments.count, H),
+        "H": H, "SIGN": plan.sign, "EVEN": slots.even, "K": K, "KP": KP, "HV": heads(v), "V": V, "BV": BV, "ADJOINT": adjoint,
+        "STAGES": plan.num_stages or (3 if KP <= 128 else 1), "num_warps": plan.num_warps or 4, "kernel": _key.outputs,
+        "grid": (tiles * segments.count, H),
     }  # fmt: skip
-    common |= {"kernel": _wide.wide_outputs} if wide else {"kernel": _key.outputs, "KP": tot.shape[2]}
     ends = decay = None
     if segments.split:
         G = segments.count

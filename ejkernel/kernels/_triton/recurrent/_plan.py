@@ -15,6 +15,7 @@ from ejkernel.kernels._linear import LinearConfig, LinearProblem
 Array = jax.Array
 MAX_CHANNELS = 512
 PROGRAMS_TO_FILL = 264  # two for each of an H200's 132 multiprocessors: fewer walking programs leave it idle
+ENOUGH_PROGRAMS = 120  # nearly one for each: what a second would win is less than the first pass over half of the rows costs
 MIN_SEGMENT = 8  # chunks: shorter segments cost more in their combination than they save
 MAX_SEGMENTS = 32
 
@@ -112,6 +113,8 @@ class Segments:
         """Args: programs: how many programs walk one segment of every sequence."""
         longest = slots.per_sequence if slots.table is None else slots.count
         wanted = max(1, min(PROGRAMS_TO_FILL // programs, MAX_SEGMENTS, longest // MIN_SEGMENT))
+        if programs >= ENOUGH_PROGRAMS:
+            wanted = 1
         if slots.table is None:
             chunks = cdiv(slots.per_sequence, wanted)
             per = cdiv(slots.per_sequence, chunks)

@@ -15,6 +15,7 @@ import triton.language as tl
 from ejkernel.kernels._triton.recurrent._decays import constant_decay, decay_matrix, head_decays
 from ejkernel.kernels._triton.recurrent._tiles import (
     dot,
+    head_log_decay,
     load_rows,
     load_state,
     onwards,
@@ -22,7 +23,7 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     store_rows,
     store_state,
 )
-from ejkernel.kernels._triton.recurrent._walk import segment_at
+from ejkernel.kernels._triton.recurrent._walk import rows_of, segment_at, slot_of, steps_of
 
 
 @triton.jit
@@ -53,10 +54,10 @@ def forward(
     if begin is not None:
         S += load_state(begin, row, 0, b, K, V, STRIDE_K, STRIDE_V, BK, BV).to(tl.float32)
     if ends is not None:
-        steps = place
+        walked_before = place
         if ADJOINT:
-            steps = total - 1 - place
-        for n in range(steps):
+            walked_before = total - 1 - place
+        for n in range(walked_before):
             other = (g - place + n).to(tl.int64) * H + head
             if ADJOINT:
                 other = (g - place + total - 1 - n).to(tl.int64) * H + head
@@ -72,11 +73,12 @@ def forward(
             D = tl.where(t <= u, 1.0, 0.0)
         else:
             D = tl.where(t >= u, 1.0, 0.0)
+    token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
+    next_steps = steps_of(gs, gamma, token0, rows_left, 0, count, seq, head, ADJOINT, H, HGS, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
-        s = first + n
-        if ADJOINT:
-            s = first + count - 1 - n
-        token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
+        s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
+        steps = next_steps  # read a turn ahead: nothing else would hide the wait for them
+        next_steps = steps_of(gs, gamma, token0, rows_left, n + 1, count, seq, head, ADJOINT, H, HGS, C, SIGN)
         bq = load_rows(q, token, rows, head // (H // HQ), 0, HQ, K, C, BK, SIGN, EVEN)  # [C, BK]
         bk = load_rows(k, token, rows, head // (H // HK), 0, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
         bv = load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN)  # [C, BV]
@@ -84,7 +86,7 @@ def forward(
             store_state(states, S, s.to(tl.int64) * H + head, 0, b, K, V, BK, BV)
         bo = dot(bq, S, None, DT, PREC)  # [C, BV]
         if GATED:
-            logs, pre, suf, kept = head_decays(gs, gamma, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+            logs, pre, suf, kept = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
             if gs is not None:
                 D = decay_matrix(gs, logs, constant, ADJOINT, C, EXACT)
             S *= kept
@@ -129,7 +131,8 @@ def prepare(
     index = s.to(tl.int64) * H + head
     r = tl.arange(0, C)
     constant = constant_decay(gamma, seq, head, H)
-    logs, pre, suf, kept = head_decays(gs, gamma, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+    steps = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
+    logs, pre, suf, kept = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
     pairs = tl.zeros([C, C], tl.float32)
     for col in range(0, KP, BK):
         bq = load_rows(q, token, rows, head, col, H, K, C, BK, SIGN, EVEN)  # [C, BK]
@@ -173,7 +176,8 @@ def outputs(
     u = tl.arange(0, C)[None, :]
     if (gs is not None) or (gamma is not None):
         constant = constant_decay(gamma, seq, head, H)
-        logs, pre, _, _ = head_decays(gs, gamma, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+        steps = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
+        logs, pre, _, _ = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
         A *= decay_matrix(gs, logs, constant, False, C, EXACT)
         bo *= pre[:, None]
     else:
@@ -211,7 +215,8 @@ def backward(
         dA = dot(bd, tl.trans(bv.to(DT)), dA, DT, PREC)
     if GATED:
         constant = constant_decay(gamma, seq, head, H)
-        logs, pre, suf, kept = head_decays(gs, gamma, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+        steps = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
+        logs, pre, suf, kept = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
         D = decay_matrix(gs, logs, constant, False, C, EXACT) * scale
         pre *= scale
         dA *= D

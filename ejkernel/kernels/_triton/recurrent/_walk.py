@@ -20,6 +20,7 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     before,
     channel_log_decay,
     dot,
+    head_log_decay,
     load_rows,
     load_state,
     onwards,
@@ -52,6 +53,34 @@ def segment_at(segments, n, NT, NS, SC):
         first = seq * NT + place * SC
         count = tl.minimum(SC, NT - place * SC)
     return g, first, count, seq, place, total
+
+
+@triton.jit
+def rows_of(slots, first, count, T, NT, C: tl.constexpr, SIGN: tl.constexpr):
+    """(token of the first row, rows) of a segment: its slots lie side by side, so a walk need not look up each of them."""
+    token, _, _ = slot_at(slots, first, T, NT, C, SIGN)
+    last = tl.maximum(count, 1) - 1
+    _, rows, _ = slot_at(slots, first + last, T, NT, C, SIGN)
+    return token, last * C + rows
+
+
+@triton.jit
+def slot_of(first, count, token0, rows_left, n, ADJOINT: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr):
+    """(slot, token of its row 0, its rows) of the n-th turn of a walk, which goes back in time when ADJOINT."""
+    i = n
+    if ADJOINT:
+        i = count - 1 - n
+    return first + i, token0 + i * (C * SIGN), tl.minimum(rows_left - i * C, C)
+
+
+@triton.jit
+def steps_of(
+    gs, gamma, token0, rows_left, n, count, seq, head, ADJOINT: tl.constexpr, H: tl.constexpr, HGS: tl.constexpr,
+    C: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """[C]: the log decays of the n-th chunk that a segment's walk comes to; 0 beyond the last one."""
+    _, token, rows = slot_of(0, count, token0, rows_left, n, ADJOINT, C, SIGN)
+    return head_log_decay(gs, gamma, token, tl.where(n < count, rows, 0), seq, head, 0, H, HGS, C, SIGN)
 
 
 @triton.jit
@@ -121,12 +150,14 @@ def walk(
             S += load_state(begin, row, a, b, DA, DB, DB, 1, BA, BB).to(tl.float32)
         if ends is not None:
             S = combined(S, ends, end_decay_a, end_decay_b, g, place, total, head, a, b, ADJOINT, H, DA, DB, BA, BB)
+    token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
+    if SCALAR:
+        next_steps = steps_of(gs, gamma, token0, rows_left, 0, count, seq, head, ADJOINT, H, HGS, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
-        if ADJOINT:
-            s = first + count - 1 - n
-        else:
-            s = first + n
-        token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
+        s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
+        if SCALAR:
+            steps = next_steps  # read a turn ahead: nothing else would hide the wait for them
+            next_steps = steps_of(gs, gamma, token0, rows_left, n + 1, count, seq, head, ADJOINT, H, HGS, C, SIGN)
         if not SEGMENT:
             store_state(states, S, s.to(tl.int64) * H + head, a, b, DA, DB, BA, BB)
         va = load_rows(xa, token, rows, head // (H // HA), a, HA, DA, C, BA, SIGN, EVEN)  # [C, BA]
@@ -157,7 +188,7 @@ def walk(
             if SEGMENT:
                 kept_b *= tot_b
         if SCALAR:
-            _, pre, suf, tot = head_decays(gs, gamma, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+            _, pre, suf, tot = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
             factor = suf
             if ADJOINT:
                 factor = pre
