@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import load_state, store_state
+from ejkernel.kernels._triton.recurrent._tiles import load_state, program_at, store_state
 from ejkernel.kernels._triton.recurrent._walk import combined, segment_at
 
 
@@ -22,7 +22,7 @@ def walk_prepared(
     H: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, PA: tl.constexpr, PB: tl.constexpr, BA: tl.constexpr,
     BB: tl.constexpr, ADJOINT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of a * tiles of b * segments, heads). ad [slots, H, 64, PA], bd [slots, H, 64, PB], and their decays.
+    """Programs: tiles of a * tiles of b * segments * heads. ad [slots, H, 64, PA], bd [slots, H, 64, PB], and their decays.
 
     With decay_a given only each segment's end (in final) and its decays are left, and states is None.
     """
@@ -30,11 +30,10 @@ def walk_prepared(
     TA: tl.constexpr = (DA + BA - 1) // BA
     TB: tl.constexpr = (DB + BB - 1) // BB
     SEGMENT: tl.constexpr = decay_a is not None
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    b = (pid % TB) * BB
-    a = (pid // TB % TA) * BA
-    g, first, count, seq, place, total = segment_at(segments, pid // (TA * TB), NT, NS, SC)
+    tile, head, unit = program_at(TA * TB, H)
+    b = (tile % TB) * BB
+    a = (tile // TB) * BA
+    g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
     if seq < 0:
         return
     last = place == total - 1  # whether this segment is walked last

@@ -11,7 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import all_mild, load_rows, load_state, slot_at, store_rows, store_state
+from ejkernel.kernels._triton.recurrent._tiles import (
+    all_mild,
+    load_rows,
+    load_state,
+    program_at,
+    slot_at,
+    store_rows,
+    store_state,
+)
 from ejkernel.kernels._triton.recurrent._walk import combined, rows_of, segment_at, slot_of
 
 
@@ -171,13 +179,13 @@ def prepare(
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, APPROXIMATE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (groups of GROUP of COUNT slots, heads). Chunks that are `mild` [slots, H] were done before, in the same memory.
+    """Programs: groups of GROUP of COUNT slots * heads. Chunks that are `mild` [slots, H] are done already, in the same memory.
 
     A [slots, H, 64, 64], qd, kd [slots, H, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK. totals [slots, H, 8, K] (None:
     not kept): the decay of each block of 8 rows, for `_side`. Without q neither A nor qd.
     """
-    first = tl.program_id(0) * GROUP
-    head = tl.program_id(1)
+    _, head, unit = program_at(1, H)
+    first = unit * GROUP
     if all_mild(mild, first, head, COUNT, H, GROUP):
         return
     for n in range(GROUP):
@@ -206,7 +214,7 @@ def outputs(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     EVEN: tl.constexpr, ADJOINT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value tiles * segments, heads). With decay given: only each segment's end (in final) and its decay.
+    """Programs: value tiles * segments * heads. With decay given: only each segment's end (in final) and its decay.
 
     ADJOINT walks back in time with q * pre for kd, k * suf for qd and do for v: o is then dv, states the adjoints after every
     chunk.
@@ -214,10 +222,9 @@ def outputs(
     C: tl.constexpr = 64
     SEGMENT: tl.constexpr = decay is not None
     TV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    b = (pid % TV) * BV
-    g, first, count, seq, place, total = segment_at(segments, pid // TV, NT, NS, SC)
+    tile, head, unit = program_at(TV, H)
+    b = tile * BV
+    g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
     if seq < 0:
         return
     last = place == total - 1  # whether this segment is walked last
@@ -240,8 +247,8 @@ def outputs(
     for n in tl.range(count, num_stages=STAGES):
         s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
         index = s.to(tl.int64) * H + head
-        tile = r[:, None] * KP + ck[None, :]
-        bk = tl.load(kd + index * (C * KP) + tile)  # [C, KP]
+        at = index * (C * KP) + (r[:, None] * KP + ck[None, :])
+        bk = tl.load(kd + at)  # [C, KP]
         bv = load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN).to(bk.dtype)  # [C, BV]
         bt = next_bt  # read a turn ahead, as nothing else would hide the wait for it
         next_bt = decay_of(tot, first, count, n + 1, head, ck, ADJOINT, H, KP)  # [KP]
@@ -251,7 +258,7 @@ def outputs(
             if states is not None:
                 store_state(states, S, index, 0, b, K, V, KP, BV)
             if o is not None:
-                bq = tl.load(qd + index * (C * KP) + tile)
+                bq = tl.load(qd + at)
                 ba = tl.load(A + index * (C * C) + r[:, None] * C + r[None, :])  # [C, C]
                 if ADJOINT:
                     ba = tl.trans(ba)

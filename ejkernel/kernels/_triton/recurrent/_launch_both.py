@@ -59,7 +59,7 @@ def _arranged(call: Call, own: Prepared, reader: Prepared, scale: float) -> tupl
     return tuple(
         triton_call(
             own.pairs, slots.table, reader.mild, scale, T, slots.per_sequence, kernel=_pairs.pairs_of_gated,
-            grid=(slots.count, H), H=H, SIGN=plan.sign, num_warps=4, out_shape=pairs_shapes(call),
+            grid=(slots.count * H,), H=H, SIGN=plan.sign, num_warps=4, out_shape=pairs_shapes(call),
         )
     )  # fmt: skip
 
@@ -76,7 +76,7 @@ def _walk(
     sizes = (segments.table, slots.per_sequence, segments.per_sequence, segments.chunks)
     common: dict[str, Any] = {
         "H": H, "DA": K, "DB": V, "PA": PA, "PB": PB, "BA": BA, "BB": BB, "ADJOINT": adjoint, "STAGES": plan.num_stages or 3,
-        "num_warps": plan.num_warps or 4, "kernel": _both.walk_prepared, "grid": (tiles * segments.count, H),
+        "num_warps": plan.num_warps or 4, "kernel": _both.walk_prepared, "grid": (tiles * segments.count * H,),
     }  # fmt: skip
     ends: list[Array | None] = [None, None, None]
     if segments.split:

@@ -43,6 +43,6 @@ def _prepared(call: Call) -> list[Array]:
     rows = shape((n, H, 64, KP), plan.operand)
     return triton_call(
         q, k, call.get("g"), call.get("g_gamma"), slots.table, plan.scale, T, slots.per_sequence, kernel=_scalar.prepare,
-        grid=(n, H), HK=heads(k), K=K, KP=KP, BK=128, EXACT=plan.exact, num_warps=4, num_stages=1,
+        grid=(n * H,), HK=heads(k), K=K, KP=KP, BK=128, EXACT=plan.exact, num_warps=4, num_stages=1,
         out_shape=[shape((n, H, 64, 64), plan.operand), rows, rows, shape((n, H, KP), np.float32)], **call.constants(),
     )  # fmt: skip

@@ -21,6 +21,7 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     load_rows,
     load_state,
     onwards,
+    program_at,
     slot_at,
     store_rows,
     sums,
@@ -45,11 +46,14 @@ def mild_prepare(
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, heads): `_key.prepare` for mild chunks. mild [slots, H]: 1 where the chunk was done, else 0."""
+    """Programs: slots * heads. `_key.prepare` for mild chunks.
+
+    mild [slots, H]: 1 where the chunk is mild, else 0: what is left of it then may be anything, and `prepare` writes over it.
+    (Looking first and returning would read the gates twice, one wait after the other.)
+    """
     C: tl.constexpr = 64
     DT: tl.constexpr = kd.dtype.element_ty
-    s = tl.program_id(0)
-    head = tl.program_id(1)
+    _, head, s = program_at(1, H)
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
     index = s.to(tl.int64) * H + head
     if rows <= 0:
@@ -110,7 +114,7 @@ def mild_side(
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
     PIECES: tl.constexpr, APPROXIMATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BD own channels * slots, heads): `_side.side` for mild chunks.
+    """Programs: tiles of BD own channels * slots * heads. `_side.side` for mild chunks.
 
     A2 [slots, H, 64, 64]: the opposite pairs where the opposite side has a gate (P2 > 0), else None: they are x2 y2^T.
     """
@@ -120,10 +124,8 @@ def mild_side(
     TOGETHER: tl.constexpr = D2 > B2
     DT: tl.constexpr = starts.dtype.element_ty
     TILES: tl.constexpr = (D + BD - 1) // BD
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    col = (pid % TILES) * BD
-    s = pid // TILES
+    tile, head, s = program_at(TILES, H)
+    col = tile * BD
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
     index = s.to(tl.int64) * H + head
     if rows <= 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import dot, slot_at
+from ejkernel.kernels._triton.recurrent._tiles import dot, program_at, slot_at
 
 
 @triton.jit
@@ -24,15 +24,14 @@ def pairs_of_plain(
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr,
     EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, heads). M [slots, H, 64, 64] in tile order: scale * x_t . y_s for s <= t, and the same at (s, t).
+    """Programs: slots * heads. M [slots, H, 64, 64] in tile order: scale * x_t . y_s for s <= t, and the same at (s, t).
 
     Nothing for chunks that are `mild` [slots, H].
 
     near [slots, H, 8, 8, 8], float32: element [b, s, t] is the pair (t, s) inside block b.
     """
     C: tl.constexpr = 64
-    s = tl.program_id(0)
-    head = tl.program_id(1)
+    _, head, s = program_at(1, H)
     token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
     if rows <= 0:
         return
@@ -61,9 +60,8 @@ def _store_pairs(M, near, index, both):
 
 @triton.jit
 def pairs_of_gated(A, slots, mild, scale, T, NT, M, near, H: tl.constexpr, SIGN: tl.constexpr):
-    """Grid (slots, heads). `scale` times the pairs A [slots, H, 64, 64] of `_key.prepare`, left as `pairs_of_plain` does."""
-    s = tl.program_id(0)
-    head = tl.program_id(1)
+    """Programs: slots * heads. `scale` times pairs A [slots, H, 64, 64] of `_key.prepare`, as `pairs_of_plain` leaves its."""
+    _, head, s = program_at(1, H)
     _, rows, _ = slot_at(slots, s, T, NT, 64, SIGN)
     if rows <= 0:
         return

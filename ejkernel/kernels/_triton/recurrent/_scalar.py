@@ -19,6 +19,7 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     load_rows,
     load_state,
     onwards,
+    program_at,
     slot_at,
     store_rows,
     store_state,
@@ -35,7 +36,7 @@ def forward(
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, ADJOINT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value tiles * segments, heads); BK >= K. states [slots, H, K, V] (None: not kept): S before every chunk.
+    """Programs: value tiles * segments * heads; BK >= K. states [slots, H, K, V] (None: not kept): S before every chunk.
 
     STRIDE_K, STRIDE_V: of begin, ends and final, which may be stored transposed; ends' decays [.., DECAYS] are all alike.
     ADJOINT walks back in time and lets every row see the rows from it on: with (v, do, q) for (q, k, v) it gives dk, with
@@ -43,10 +44,9 @@ def forward(
     """
     GATED: tl.constexpr = (gs is not None) or (gamma is not None)
     TV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    b = (pid % TV) * BV
-    g, first, count, seq, place, total = segment_at(segments, pid // TV, NT, NS, SC)
+    tile, head, unit = program_at(TV, H)
+    b = tile * BV
+    g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
     if seq < 0:
         return
     row = seq.to(tl.int64) * H + head
@@ -122,9 +122,8 @@ def prepare(
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, heads): what `_key.prepare` leaves of a gate per key channel, of a head's own decay or of none."""
-    s = tl.program_id(0)
-    head = tl.program_id(1)
+    """Programs: slots * heads. What `_key.prepare` leaves of a gate per key channel, of a head's own decay or of none."""
+    _, head, s = program_at(1, H)
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
     if rows <= 0:
         return
@@ -154,12 +153,10 @@ def outputs(
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value tiles * slots, heads). starts [slots, H, K, V]: S before every chunk."""
+    """Programs: value tiles * slots * heads. starts [slots, H, K, V]: S before every chunk."""
     TV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    b = (pid % TV) * BV
-    s = pid // TV
+    tile, head, s = program_at(TV, H)
+    b = tile * BV
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
     if rows <= 0:
         return
@@ -192,10 +189,9 @@ def backward(
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, heads). dq, dk [tokens, H, K], dv [tokens, H, V] or None; dg [tokens, H] (None without a gate)."""
+    """Programs: slots * heads. dq, dk [tokens, H, K], dv [tokens, H, V] or None; dg [tokens, H] (None without a gate)."""
     GATED: tl.constexpr = (gs is not None) or (gamma is not None)
-    s = tl.program_id(0)
-    head = tl.program_id(1)
+    _, head, s = program_at(1, H)
     kv = head // (H // HK)
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
     if rows <= 0:

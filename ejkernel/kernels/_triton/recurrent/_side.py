@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ejkernel.kernels._triton.recurrent._key import exp_of_log
 from ejkernel.kernels._triton.recurrent._pairs import block_row, permuted
-from ejkernel.kernels._triton.recurrent._tiles import all_mild, dot, load_state, slot_at
+from ejkernel.kernels._triton.recurrent._tiles import all_mild, dot, load_state, program_at, slot_at
 
 
 @triton.jit
@@ -320,8 +320,10 @@ def side(
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
     APPROXIMATE: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BD own channels * groups of GROUP of COUNT slots, heads). Chunks that are `mild` were done before, in the
-    same memory. Forward (value side): x, ends, dy and dg are None, dx is the output.
+    """Programs: tiles of BD own channels * groups of GROUP of COUNT slots * heads.
+
+    Chunks that are `mild` were done before, in the same memory. Forward (value side): x, ends, dy and dg are None, dx is the
+    output.
 
     M [slots, H, 64, 64]: the opposite pairs, symmetric, in tile order; near: those inside blocks of 8 rows (`pairs_of_plain`,
     `pairs_of_gated`). totals [slots, H, 8, D]: each block's decay.
@@ -334,9 +336,8 @@ def side(
     registers and hides the time of a long loop over them.
     """
     TILES: tl.constexpr = (D + BD - 1) // BD
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    first = (pid // TILES) * GROUP
+    tile, head, unit = program_at(TILES, H)
+    first = unit * GROUP
     if all_mild(mild, first, head, COUNT, H, GROUP):
         return
     for n in range(GROUP):
@@ -347,6 +348,6 @@ def side(
             if (rows > 0) & (tl.load(mild + index) == 0):
                 _side_one(
                     x, y, g, gs, gamma, M, near, totals, x2, y2, tot2, starts, ends, token, rows, seq, head, index,
-                    (pid % TILES) * BD, scale, dx, dy, dg, H, HX, HY, HG, HGS, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
+                    tile * BD, scale, dx, dy, dg, H, HX, HY, HG, HGS, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
                     SIGN, EVEN, PREC, APPROXIMATE, STAGES, STATES_FIRST,
                 )  # fmt: skip

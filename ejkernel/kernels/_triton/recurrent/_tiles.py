@@ -16,6 +16,18 @@ import triton.language as tl
 
 
 @triton.jit
+def program_at(TILES: tl.constexpr, H: tl.constexpr):
+    """(tile, head, slot or segment or sequence) of a program: tiles count fastest, then heads.
+
+    What runs at one time then reads and writes whole rows of [tokens, heads, channels], and of packed segments, which are in
+    order of length, the long ones of all heads come first.
+    """
+    pid = tl.program_id(0)
+    rest = pid // TILES
+    return pid % TILES, rest % H, rest // H
+
+
+@triton.jit
 def slot_at(slots, s, T, NT, C: tl.constexpr, SIGN: tl.constexpr):
     """(token of row 0 as int64, rows in use, sequence) of slot s; slots: table [3, NT] of packed calls, or None."""
     if slots is not None:

@@ -24,6 +24,7 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     load_rows,
     load_state,
     onwards,
+    program_at,
     slot_at,
     store_state,
     sums,
@@ -116,7 +117,7 @@ def walk(
     EVEN: tl.constexpr, ADJOINT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, PIECES: tl.constexpr, EXACT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of a * tiles of b * segments, heads).
+    """Programs: tiles of a * tiles of b * segments * heads.
 
     states [slots, H, DA, DB] may be None; final is [N, H, DA, DB], or, with decay_a given (SEGMENT), each segment's own end.
     """
@@ -124,11 +125,10 @@ def walk(
     TB: tl.constexpr = (DB + BB - 1) // BB
     SEGMENT: tl.constexpr = decay_a is not None
     SCALAR: tl.constexpr = (ga is None) and (gb is None) and ((gs is not None) or (gamma is not None))
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    b = (pid % TB) * BB
-    a = (pid // TB % TA) * BA
-    g, first, count, seq, place, total = segment_at(segments, pid // (TA * TB), NT, NS, SC)
+    tile, head, unit = program_at(TA * TB, H)
+    b = (tile % TB) * BB
+    a = (tile // TB) * BA
+    g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
     if seq < 0:
         return
     if SEGMENT:  # nobody starts from the end of the segment that is walked last
