@@ -173,23 +173,29 @@ def errors() -> None:
 def plot(source: str, target: str) -> None:
     """The table as a picture: times over the floor that the bytes set, ours and flash-linear-attention's."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
     with open(source) as file:
         rows = json.load(file)["rows"]
     labels = [f"{row['shape']}  {row['gate']}" for row in rows]
     figure, axes = plt.subplots(1, 2, figsize=(11, 0.32 * len(rows) + 1.6), sharey=True, layout="constrained")
+    places = range(len(rows))
     for axis, index, title in zip(axes, (0, 1), ("forward", "forward + backward"), strict=True):
-        for side, colour, offset in (("fla", "0.65", 0.18), ("ours", "tab:blue", -0.18)):
-            times = [row[side][index] / row["floor"][index] for row in rows]
-            name = "flash-linear-attention" if side == "fla" else "ejkernel"
-            axis.barh([i + offset for i in range(len(rows))], times, height=0.36, color=colour, label=name)
+        times = {side: [row[side][index] / row["floor"][index] for row in rows] for side in ("ours", "fla")}
+        axis.hlines(places, times["ours"], times["fla"], color="0.85", linewidth=3, zorder=1)
+        axis.scatter(times["ours"], places, color="tab:blue", label="ejkernel", zorder=2)
+        axis.scatter(times["fla"], places, color="0.5", label="flash-linear-attention", zorder=2)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(ScalarFormatter())
+        axis.xaxis.set_minor_locator(NullLocator())
         axis.axvline(1, color="tab:red", linewidth=1)
         axis.set_xlabel("times the byte floor (1 = as fast as memory allows)")
         axis.set_title(title)
         axis.grid(axis="x", alpha=0.3)
-    axes[0].set_yticks(range(len(rows)), labels)
+    axes[0].set_yticks(places, labels)
     axes[0].invert_yaxis()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, reverse=True)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     figure.savefig(target, dpi=150)
 
 

@@ -106,12 +106,17 @@ class FlashLinear:
 
 
 def forget_tuning() -> None:
-    """Clears what every Triton autotuner in the process has learnt."""
+    """Clears what every Triton autotuner in the process has learnt, and keeps it from reading what it wrote to disk.
+
+    Flash-linear-attention's autotuners store their choice by channels and heads, not by length or batch: without this a shape
+    runs with the tiles that were best for another one.
+    """
     from triton.runtime.autotuner import Autotuner
 
     for thing in gc.get_objects():
         if isinstance(thing, Autotuner):
             thing.cache.clear()
+            thing.cache_results = False
 
 
 def tune_on_all_cores() -> None:

@@ -18,6 +18,7 @@ PROGRAMS_TO_FILL = 264  # two for each of an H200's 132 multiprocessors: fewer w
 ENOUGH_PROGRAMS = 120  # nearly one for each: what a second would win is less than the first pass over half of the rows costs
 MIN_SEGMENT = 8  # chunks: shorter segments cost more in their combination than they save
 MAX_SEGMENTS = 32
+COMPARE_ALL = 1 << 22  # comparisons that one small kernel does faster than a search, which is a loop of a dozen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +150,7 @@ class Segments:
 
 def owner(first: Array, index: Array) -> Array:
     """The sequence i with first[i] <= index < first[i + 1], the last one for an index beyond all; first [N + 1]."""
-    # Comparing with everything is one small kernel; a search is a loop of a dozen.
-    method = "compare_all" if first.size * index.size <= 1 << 22 else "scan"
+    method = "compare_all" if first.size * index.size <= COMPARE_ALL else "scan"
     found = jnp.searchsorted(first, index, side="right", method=method) - 1
     return jnp.minimum(found, first.size - 2).astype(jnp.int32)
 
