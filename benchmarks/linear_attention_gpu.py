@@ -7,7 +7,7 @@
 Times are kernel times: CUPTI's durations of every kernel that a call launches, summed, over back-to-back calls, for both
 sides by the same profiler (torch's). Flash-linear-attention's tuning is cleared between shapes. Its scalar-gate backward
 refuses to run on Hopper with Triton 3.4 to 3.7.0; that guard is switched off here, as a speed mark only. Its tuning candidates
-are compiled on all cores and timed for 20 ms each, which is what makes a whole table possible in minutes.
+are compiled on all cores and timed for 10 ms each, which is what makes a whole table possible in minutes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._triton.recurrent import recurrent
+from ejkernel.testing.compare import relative_rms
 from ejkernel.testing.flash_linear import FlashLinear, forget_tuning, tune_on_all_cores
 
 Arrays = dict[str, jax.Array]
@@ -90,16 +91,18 @@ def theirs(name: str, kind: str, given: Any = None) -> tuple[Callable[[], Any], 
     return call.forward, call.both, call.wait
 
 
-def by_name(result: Any) -> dict[str, np.ndarray]:
-    """output and gradients of a forward+backward result, torch's or JAX's, as float32."""
+def named(result: Any) -> dict[str, jax.Array]:
+    """output and gradients of a forward+backward result, torch's or JAX's."""
     output, gradients = result
     arrays = {"output": output, **gradients}
-    return {n: np.asarray(x if isinstance(x, jax.Array) else x.float().cpu(), np.float32) for n, x in arrays.items()}
+    return {n: x if isinstance(x, jax.Array) else jax.dlpack.from_dlpack(x.detach().contiguous()) for n, x in arrays.items()}
 
 
-def difference(a: Any, b: Any) -> float:
-    """Relative RMS difference of two arrays."""
-    return float(np.sqrt(np.sum((a - b) ** 2) / np.sum(b**2)))
+@jax.jit
+def difference(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Relative RMS difference of two arrays, in float32 where they are."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
 
 
 def kernel_ms(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int = 20) -> float:
@@ -144,7 +147,7 @@ def decode_ms() -> tuple[float, float]:
 def errors() -> None:
     """Errors of both sides against float64 on the same bfloat16 inputs: output and every gradient."""
     from tests.triton.linear_cases import GATES
-    from tests.triton.linear_reference import error, value_and_grads
+    from tests.triton.linear_reference import value_and_grads
 
     SHAPES["errors"] = (1, 1024, 4, 128, 128)
     B, _, H, K, V = SHAPES["errors"]
@@ -160,31 +163,39 @@ def errors() -> None:
             (want_output, _), want_grads = value_and_grads(arrays, (do, jnp.zeros((B, H, K, V))), K**-0.5)
             names = [n for n in ("query", "key", "value", "gk", "g") if n in arrays]
             for label, make in (("ours", ours), ("fla", theirs)):
-                got = by_name(make("errors", kind, (arrays, do, None))[1]())
-                found = [error(got["output"], want_output), *(error(got[n], want_grads[n]) for n in names)]
+                _, both, wait = make("errors", kind, (arrays, do, None))
+                wait(result := both())
+                got = named(result)
+                found = [relative_rms(got["output"], want_output), *(relative_rms(got[n], want_grads[n]) for n in names)]
                 print(f"| {kind} | {strength} | {label} | " + " | ".join(f"{e:.1e}" for e in found) + " |", flush=True)
 
 
 def plot(source: str, target: str) -> None:
     """The table as a picture: times over the floor that the bytes set, ours and flash-linear-attention's."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
     with open(source) as file:
         rows = json.load(file)["rows"]
     labels = [f"{row['shape']}  {row['gate']}" for row in rows]
     figure, axes = plt.subplots(1, 2, figsize=(11, 0.32 * len(rows) + 1.6), sharey=True, layout="constrained")
+    places = range(len(rows))
     for axis, index, title in zip(axes, (0, 1), ("forward", "forward + backward"), strict=True):
-        for side, colour, offset in (("fla", "0.65", 0.18), ("ours", "tab:blue", -0.18)):
-            times = [row[side][index] / row["floor"][index] for row in rows]
-            name = "flash-linear-attention" if side == "fla" else "ejkernel"
-            axis.barh([i + offset for i in range(len(rows))], times, height=0.36, color=colour, label=name)
+        times = {side: [row[side][index] / row["floor"][index] for row in rows] for side in ("ours", "fla")}
+        axis.hlines(places, times["ours"], times["fla"], color="0.85", linewidth=3, zorder=1)
+        axis.scatter(times["ours"], places, color="tab:blue", label="ejkernel", zorder=2)
+        axis.scatter(times["fla"], places, color="0.5", label="flash-linear-attention", zorder=2)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(ScalarFormatter())
+        axis.xaxis.set_minor_locator(NullLocator())
         axis.axvline(1, color="tab:red", linewidth=1)
         axis.set_xlabel("times the byte floor (1 = as fast as memory allows)")
         axis.set_title(title)
         axis.grid(axis="x", alpha=0.3)
-    axes[0].set_yticks(range(len(rows)), labels)
+    axes[0].set_yticks(places, labels)
     axes[0].invert_yaxis()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, reverse=True)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     figure.savefig(target, dpi=150)
 
 
@@ -220,12 +231,13 @@ def main() -> None:
             try:
                 forward, both, wait = make(name, kind)
                 row[label] = (kernel_ms(forward, wait), kernel_ms(both, wait))
-                found[label] = by_name(both())
+                wait(result := both())
+                found[label] = named(result)
             except Exception as error:  # a side that cannot run a row must not take the table with it
                 print(f"{label} {name} {kind}: {type(error).__name__}: {error}", file=sys.stderr)
                 row[label] = (float("nan"), float("nan"))
         if len(found) == 2:
-            row["difference"] = max(difference(found["ours"][n], x) for n, x in found["fla"].items())
+            row["difference"] = max(float(difference(found["ours"][n], x)) for n, x in found["fla"].items())
         results.append(row)
         (a, b), (c, d), (f, g) = row["ours"], row["fla"], row["floor"]
         apart = f"{row['difference']:.1e}" if "difference" in row else "-"

@@ -106,16 +106,21 @@ class FlashLinear:
 
 
 def forget_tuning() -> None:
-    """Clears what every Triton autotuner in the process has learnt."""
+    """Clears what every Triton autotuner in the process has learnt, and keeps it from reading what it wrote to disk.
+
+    Flash-linear-attention's autotuners store their choice by channels and heads, not by length or batch: without this a shape
+    runs with the tiles that were best for another one.
+    """
     from triton.runtime.autotuner import Autotuner
 
     for thing in gc.get_objects():
         if isinstance(thing, Autotuner):
             thing.cache.clear()
+            thing.cache_results = False
 
 
 def tune_on_all_cores() -> None:
-    """Lets Triton's autotuners, which flash-linear-attention uses, compile candidates in parallel and time each for 20 ms."""
+    """Lets Triton's autotuners, which flash-linear-attention uses, compile candidates in parallel and time each for 10 ms."""
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime import _async_compile
     from triton.runtime.autotuner import Autotuner
@@ -131,4 +136,4 @@ def tune_on_all_cores() -> None:
         return run(self, *args, **kwargs)
 
     Autotuner.run = compiled_first
-    CudaDriver.get_benchmarker = lambda self: lambda call, quantiles: do_bench(call, warmup=5, rep=20, quantiles=quantiles)
+    CudaDriver.get_benchmarker = lambda self: lambda call, quantiles: do_bench(call, warmup=2, rep=10, quantiles=quantiles)

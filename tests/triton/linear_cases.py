@@ -15,7 +15,13 @@ GATES = {
     "resets": lambda x: jnp.where(x > 1.5, -1e4, jax.nn.log_sigmoid(x) / 16),
     "-inf": lambda x: jnp.where(x > 1.5, -jnp.inf, jax.nn.log_sigmoid(x) / 16),
     "positive": lambda x: x * 0.05,
+    "resets now and then": lambda x: jnp.where(_in_odd_chunk(x) & (x > 1.5), -1e4, jax.nn.log_sigmoid(x) / 16),
 }
+
+
+def _in_odd_chunk(x: jax.Array) -> jax.Array:
+    """Which tokens of a gate [B, T, ...] lie in chunks 1, 3, ... of 64."""
+    return (jnp.arange(x.shape[1]) // 64 % 2 == 1).reshape(1, -1, *[1] * (x.ndim - 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +90,28 @@ INTERPRETED = [
     Case(("g", "gv"), "positive", shape=(1, 20, 2, 1, 16, 16)),
     Case(("gk",), "mild", dtype="bfloat16", gate_dtype="bfloat16", shape=(1, 40, 2, 2, 16, 16), state=True),
     Case(("g", "gk", "g_gamma"), "-inf", dtype="bfloat16", shape=(1, 100, 2, 1, 24, 16), state=True, block_q=64, reverse=True),
-    Case(("gk",), "strong", dtype="bfloat16", shape=(1, 600, 1, 1, 16, 16), block_q=64),  # splits the sequence
+    Case(("gk",), "strong", dtype="bfloat16", shape=(1, 1030, 1, 1, 16, 16), block_q=64),  # splits the sequence
     Case(
         ("gk",), "resets", dtype="bfloat16", shape=(1, 130, 2, 1, 40, 24), cu_seqlens=(0, 5, 5, 70, 130), block_q=64, state=True
     ),
     Case(("gk",), "near -20", dtype="bfloat16", shape=(1, 70, 1, 1, 24, 136), block_q=64),
     Case(("gk",), "mild", dtype="bfloat16", shape=(1, 40, 2, 1, 16, 16), block_q=64, schedule="recurrent", state=True),
+    Case(("gk",), "resets now and then", dtype="bfloat16", shape=(1, 200, 2, 1, 40, 24), block_q=64, state=True, reverse=True),
+    Case(("gk", "gv"), "resets now and then", dtype="bfloat16", shape=(1, 200, 1, 1, 40, 24), block_q=64, state=True),
+    Case(
+        ("g", "gk", "gv"), dtype="bfloat16", shape=(1, 130, 2, 1, 24, 16), cu_seqlens=(0, 5, 5, 70, 130), block_q=64, state=True
+    ),
+    Case(("g",), "resets", dtype="bfloat16", shape=(1, 1030, 1, 1, 140, 24), block_q=64, state=True),  # as does this one
+    Case(
+        ("gk",),
+        dtype="bfloat16",
+        shape=(1, 130, 2, 1, 140, 24),
+        cu_seqlens=(0, 5, 5, 70, 130),
+        block_q=64,
+        reverse=True,
+        state=True,
+    ),
+    Case((), dtype="bfloat16", shape=(1, 70, 2, 1, 200, 16), block_q=64),
     Case(("g_gamma",), dtype="bfloat16", shape=(1, 300, 2, 1, 24, 16), state=True),
     Case(("g",), "mild", dtype="bfloat16", shape=(1, 40, 2, 2, 16, 16), state=True),
     Case(("g", "gk", "gv", "g_gamma"), "-inf", shape=(2, 3, 4, 2, 5, 19), schedule="recurrent", state=True),

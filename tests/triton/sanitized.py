@@ -44,12 +44,12 @@ CASES = [
 
 
 def kernels() -> set[str]:
-    """The functions of the platform that are launched: those that ask which program of a grid they are."""
+    """The functions of the platform that are launched: those that ask which program they are."""
     found = set()
     for module in pkgutil.walk_packages(_triton.__path__, _triton.__name__ + "."):
         for thing in vars(importlib.import_module(module.name)).values():
             function = getattr(thing, "fn", None)
-            if function is not None and "tl.program_id(" in inspect.getsource(function):
+            if function is not None and " = program_at(" in inspect.getsource(function):
                 found.add(name_of(thing))
     return found
 

@@ -24,33 +24,43 @@ _AMPERE = "compiled for Ampere, not tuned: nobody has measured there"
 _EXACT = "float32 products are three tf32 ones, for accuracy; not tuned, not measured"
 _BACKWARD = "64-wide tiles 0.43 ms on r1; 128 wide 0.51 to 0.95, 8 warps 0.57 to 0.70, 32 rows 0.75"
 _SIDE = (
-    "128 registers, two programs a multiprocessor: 0.565 ms on r1 (even lengths, 88 bytes); unlimited 0.85, 96 registers 0.76"
+    "chunks that are not mild; 128 registers, two programs a multiprocessor: 0.565 ms on r1 (even lengths, 88 bytes); "
+    "unlimited 0.85, 96 registers 0.76"
 )
-_PREPARE = "levels held in registers: forward 0.31 ms on r1, 1.09 in the version that went through shared memory"
-_BOTH = "per key and per value together 5.5 ms on r1, 0.20 of flash-linear-attention; other tiles not measured"
+_PREPARE = "chunks that are not mild; levels in registers: forward 0.31 ms on r1, 1.09 in the version through shared memory"
+_MILD_PREPARE = (
+    "168 registers 0.148 ms on r1; unlimited 0.166, 128 registers 0.193, 8 warps from 0.27, 32 channels 0.17 and 0.19"
+)
+_MILD_SIDE = "64 channels, 4 warps 0.438 ms on r1; 168 registers 0.58, 32 channels 0.51 to 0.64, 8 warps 0.91"
+_WIDE_OUTPUTS = "64 value channels 0.334 ms on r4; 128 in two halves 0.35, transposed 0.33 and with states 1.20 for 0.98"
 
 SPILLS = [
-    Spill(90, "g", "forward", 56, "clamped running sums: 0.130 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
+    Spill(90, "g", "forward", 72, "clamped running sums: 0.114 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
     Spill(90, "g wide", "backward", 240, _BACKWARD + "; K = 512 not measured"),
     Spill(90, "g broad", "backward", 240, _BACKWARD),
     Spill(90, "g float16", "forward", 64, "float16 runs as tf32; not measured"),
     Spill(90, "g float16", "backward", 440, "float16 runs as tf32; not measured"),
     Spill(90, "gk", "prepare", 136, _PREPARE),
     Spill(90, "gk", "side", 272, _SIDE),
+    Spill(90, "gk", "mild_prepare", 160, _MILD_PREPARE),
+    Spill(90, "gk", "mild_side", 96, _MILD_SIDE),
+    Spill(90, "gk wide", "mild_prepare", 400, "128 channels a turn 0.159 ms on r4; 64 and 168 registers 0.170"),
+    Spill(90, "gk wide", "mild_side", 192, "0.82 ms on r4; 32 channels 1.09, 8 warps 1.26 and more"),
+    Spill(90, "gk wide", "prepare", 960, _PREPARE),
     Spill(90, "gk wide", "side", 80, _SIDE + "; r4 1.01, states after the pairs 2.1"),
-    Spill(90, "gk wide", "prepare", 960, "two turns of 128 channels: 0.542 ms forward on r4, 0.45 of flash-linear-attention"),
-    Spill(90, "gk wide", "outputs", 440, "64 value channels: 0.542 ms forward on r4, of which other tiles were not measured"),
-    Spill(90, "gk gv", "walk", 192, _BOTH),
-    Spill(90, "gk gv", "gated_side", 808, _BOTH),
+    Spill(90, "gk wide", "outputs", 440, _WIDE_OUTPUTS),
+    Spill(90, "g broad", "outputs", 480, _WIDE_OUTPUTS),
+    Spill(90, "gk gv", "mild_prepare", 136, _MILD_PREPARE),
+    Spill(90, "gk gv", "mild_side", 232, _MILD_SIDE + "; both gates 1.14 in three launches"),
+    Spill(90, "gk gv", "prepare", 264, _PREPARE),
+    Spill(90, "gk gv", "side", 240, _SIDE),
     Spill(90, "all float32", "walk", 296, _EXACT),
     Spill(90, "all float32", "gated_side", 1416, _EXACT),
     Spill(80, "none", "forward", 456, _AMPERE),
     Spill(80, "g", "forward", 408, _AMPERE),
-    Spill(80, "g", "backward", 64, _AMPERE),
+    Spill(80, "g", "backward", 112, _AMPERE),
     Spill(80, "g_gamma", "forward", 136, _AMPERE),
     Spill(80, "g_gamma", "backward", 368, _AMPERE),
-    Spill(80, "g wide", "backward", 64, _AMPERE),
-    Spill(80, "g broad", "backward", 64, _AMPERE),
     Spill(80, "g float16", "forward", 72, _AMPERE),
     Spill(80, "gk", "outputs", 280, _AMPERE),
     Spill(80, "gk", "side", 1416, _AMPERE),
@@ -58,9 +68,17 @@ SPILLS = [
     Spill(80, "gk wide", "pairs_of_plain", 1064, _AMPERE),
     Spill(80, "gk wide", "prepare", 296, _AMPERE),
     Spill(80, "gk wide", "outputs", 696, _AMPERE),
-    Spill(80, "gk wide", "plain_side", 40, _AMPERE),
-    Spill(80, "gk gv", "walk", 384, _AMPERE),
-    Spill(80, "gk gv", "gated_side", 1144, _AMPERE),
+    Spill(80, "g wide", "backward", 96, _AMPERE),
+    Spill(80, "g broad", "backward", 88, _AMPERE),
+    Spill(80, "g broad", "outputs", 840, _AMPERE),
+    Spill(80, "gk", "mild_prepare", 88, _AMPERE),
+    Spill(80, "gk", "mild_side", 528, _AMPERE),
+    Spill(80, "gk wide", "mild_prepare", 416, _AMPERE),
+    Spill(80, "gk wide", "mild_side", 592, _AMPERE),
+    Spill(80, "gk gv", "mild_prepare", 88, _AMPERE),
+    Spill(80, "gk gv", "prepare", 72, _AMPERE),
+    Spill(80, "gk gv", "mild_side", 584, _AMPERE),
+    Spill(80, "gk gv", "side", 1320, _AMPERE),
     Spill(80, "all float32", "walk", 128, _EXACT),
     Spill(80, "all float32", "gated_side", 1536, _EXACT),
 ]

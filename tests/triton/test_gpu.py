@@ -33,7 +33,9 @@ LARGE = [
     Case(("gk",), "mild", (1, 130, 1, 1, 512, 320), **BF16),
     Case(("g", "g_gamma"), "-inf", (1, 601, 2, 1, 128, 128), cu_seqlens=LONG, state=True, **BF16),
     Case(("gk",), "-inf", (1, 601, 2, 1, 128, 128), cu_seqlens=LONG, state=True, reverse=True, **BF16),
-    Case(("gk", "gv"), "strong", (1, 200, 2, 2, 128, 128), state=True, **BF16),
+    *(Case(("gk", "gv"), strength, (1, 200, 2, 2, 128, 128), state=True, **BF16) for strength in GATES),
+    Case(("gk", "gv"), "mild", (1, 130, 1, 1, 256, 512), state=True, reverse=True, **BF16),
+    Case(("gk", "gv"), "resets now and then", (1, 4096, 1, 1, 64, 64), state=True, **BF16),  # splits the sequence
     Case(("g", "gk", "gv", "g_gamma"), "resets", (1, 601, 2, 1, 64, 96), cu_seqlens=LONG, state=True, **BF16),
     Case(("gk",), "mild", (1, 1100, 1, 1, 100, 36), block_q=64, state=True),
     Case(("g",), "-inf", (1, 1100, 1, 1, 100, 36), block_q=64, state=True),

@@ -6,8 +6,8 @@ benchmark's shapes were compiled for both, those of the per-key gate are in the 
     block_q      tokens per chunk, in every kernel
     block_k      key channels per tile: the walk of the states, the gradient; not where the whole state is one tile
     block_d      value channels per tile: every kernel
-    num_warps    every kernel but the one that prepares a per-key forward
-    num_stages   loads in flight: every loop over chunks, and over channels of a scalar gradient
+    num_warps    every kernel but those of a per-key gate before and after the walk of its states
+    num_stages   loads in flight: every loop over chunks, and over channels of a gradient
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ MOST = 12  # candidates of a call, the heuristic included
 _BY_HEAD: list[dict[str, Any]] = [
     {"block_d": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2}, {"num_stages": 2, "block_d": 32},
     {"block_q": 32}, {"block_q": 32, "block_d": 32},
+]  # fmt: skip
+_BY_HEAD_WIDE: list[dict[str, Any]] = [  # longer chunks leave fewer states, wider tiles read q and k less often
+    {"block_q": 128, "num_warps": 8}, {"num_warps": 8, "block_d": 128},
 ]  # fmt: skip
 _PER_KEY: list[dict[str, Any]] = [
     {"block_d": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2}, {"num_stages": 2, "block_d": 32},
@@ -52,7 +55,7 @@ def candidates(problem: LinearProblem) -> list[LinearConfig]:
     elif problem.gk is not None:
         changes = _PER_KEY
     else:
-        changes = _BY_HEAD
+        changes = [*_BY_HEAD, *(_BY_HEAD_WIDE if K > 128 else [])]
     sizes = {"block_k": K, "block_d": V}
     fits = lambda change: all(change.get(name, 16) <= max(16, 1 << (size - 1).bit_length()) for name, size in sizes.items())
     found = [first, *(dataclasses.replace(first, **change) for change in changes if fits(change))]

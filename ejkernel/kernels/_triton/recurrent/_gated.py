@@ -29,6 +29,7 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     load_rows,
     load_state,
     onwards,
+    program_at,
     slot_at,
     store_rows,
     sums,
@@ -96,9 +97,8 @@ def pairs(
     D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, heads). A [slots, H, C, C]: scale * sum over channels of x_t y_s (decay from s to t); 0 for s > t."""
-    s = tl.program_id(0)
-    head = tl.program_id(1)
+    """Programs: slots * heads. A [slots, H, C, C]: scale * sum over channels of x_t y_s (decay from s to t); 0 for s > t."""
+    _, head, s = program_at(1, H)
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
     if rows <= 0:
         return
@@ -153,7 +153,7 @@ def gated_side(
     PARTS: tl.constexpr, LEVELS: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
     PIECES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (parts * groups of TILES own tiles * slots, heads). Forward: x, ends, dy and dg are None, dx is the output.
+    """Programs: parts * groups of TILES own tiles * slots * heads. Forward: x, ends, dy and dg are None, dx is the output.
 
     A slot of PARTS * C rows is done in PARTS (1 or 2) parts of C rows, each from the states at its own ends: the state in
     the middle of a slot is made from the one at the slot's end and the other part's rows.
@@ -162,11 +162,9 @@ def gated_side(
     strides in them. dx, dy [tokens, H, D]; dg [tokens, H, D] is the gradient of the side's log decays.
     """
     GROUPS: tl.constexpr = (D + BD * TILES - 1) // (BD * TILES)
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    part = pid % PARTS
-    group = pid // PARTS % GROUPS
-    s = pid // (PARTS * GROUPS)
+    both, head, s = program_at(PARTS * GROUPS, H)
+    part = both % PARTS
+    group = both // PARTS
     token, rows, seq = slot_at(slots, s, T, NT, PARTS * C, SIGN)
     there = token + SIGN * C * (1 - part)  # the other part, where there are two
     rows_there = tl.minimum(tl.maximum(rows - C * (1 - part), 0), C)
@@ -298,9 +296,7 @@ def plain_side(
 ):  # fmt: skip
     """`gated_side` for a side without a gate opposite one with a gate: dx = A2 y + states, dy = A2^T x + states."""
     GROUPS: tl.constexpr = (D + BD * TILES - 1) // (BD * TILES)
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    s = pid // GROUPS
+    group, head, s = program_at(GROUPS, H)
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
     if rows <= 0:
         return
@@ -308,7 +304,7 @@ def plain_side(
     M = _opposite_pairs(A2, x2, y2, token, rows, index, head, 0, scale_pairs, H, HX2, HY2, D2, B2, C, 1, SIGN, EVEN, DT, PREC)
     M = M.to(DT)
     for tile in range(TILES):
-        col = ((pid % GROUPS) * TILES + tile) * BD
+        col = (group * TILES + tile) * BD
         from_start = tl.zeros([C, BD], tl.float32)
         from_end = tl.zeros([C, BD], tl.float32)
         for c in range(0, D2, B2):

@@ -11,8 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import load_rows, load_state, slot_at, store_rows, store_state
-from ejkernel.kernels._triton.recurrent._walk import combined, segment_at
+from ejkernel.kernels._triton.recurrent._tiles import (
+    all_mild,
+    load_rows,
+    load_state,
+    program_at,
+    slot_at,
+    store_rows,
+    store_state,
+)
+from ejkernel.kernels._triton.recurrent._walk import combined, rows_of, segment_at, slot_of
 
 
 @triton.jit
@@ -59,25 +67,15 @@ def _double(fq, fk, total, AXIS: tl.constexpr):
 
 
 @triton.jit
-def prepare(
-    q, k, g, gs, gamma, slots, scale, T, NT,
+def _prepare_one(
+    q, k, g, gs, gamma, token, rows, seq, head, index, scale,
     A, qd, kd, tot, totals,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, heads). A [slots, H, 64, 64], qd, kd [slots, H, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK.
-
-    totals [slots, H, 8, K] (None: not kept): the decay of each block of 8 rows, for `_side`.
-    """
     C: tl.constexpr = 64
-    DT: tl.constexpr = A.dtype.element_ty
+    DT: tl.constexpr = kd.dtype.element_ty
     VEC: tl.constexpr = BK // 32
-    s = tl.program_id(0)
-    head = tl.program_id(1)
-    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
-    if rows <= 0:
-        return
-    index = s.to(tl.int64) * H + head
     # Tile row r is chunk row (r % 4) * 16 + r // 4.  With 4 warps and VEC = BK / 32 columns a thread, the compiler's
     # blocked layout then gives warp w the rows 16w..16w+15, all 16 in the same thread: levels 0-3 touch registers only.
     r = tl.arange(0, C)
@@ -93,7 +91,8 @@ def prepare(
     og = ((r >> 2) * (SIGN * HG * K))[:, None]
     od = ((r >> 2) * KP)[:, None]
     inside = (chunk_row < rows)[:, None]
-    q += (token * H + head) * K
+    if q is not None:
+        q += (token * H + head) * K
     k += (token * HK + head // (H // HK)) * K
     g += (token * HG + head // (H // HG)) * K
     dst = index * (C * KP)
@@ -104,7 +103,8 @@ def prepare(
     acc = tl.zeros([C, C], tl.float32)  # the rest: levels 4 and 5
     for ik in range(0, KP, BK):
         if EVEN and K % BK == 0:
-            bq = tl.load(q + ik + cq + oq)
+            if q is not None:
+                bq = tl.load(q + ik + cq + oq)
             bk = tl.load(k + ik + ck + ok)
             bg = tl.load(g + ik + cg + og)
         else:
@@ -112,7 +112,8 @@ def prepare(
                 m = inside
             else:
                 m = inside & (ik + tl.arange(0, BK)[None, :] < K)
-            bq = tl.load(q + ik + cq + oq, mask=m, other=0.0)
+            if q is not None:
+                bq = tl.load(q + ik + cq + oq, mask=m, other=0.0)
             bk = tl.load(k + ik + ck + ok, mask=m, other=0.0)
             bg = tl.load(g + ik + cg + og, mask=m, other=0.0)
         bg = bg.to(tl.float32)
@@ -124,17 +125,21 @@ def prepare(
             if gamma is not None:
                 total += tl.where(chunk_row < rows, tl.load(gamma + seq * H + head).to(tl.float32), 0.0)
             bg += total[:, None]
-        bq = tl.reshape(bq, [16, 4, BK])
         bk = tl.reshape(bk, [16, 4, BK])
         e = tl.reshape(exp_of_log(bg, APPROXIMATE), [16, 4, BK])
-        acc16 = tl.where(x16 == 0, tl.dot(tl.permute(bq, [1, 0, 2]), tl.permute(bk, [1, 2, 0])) * scale + acc16, acc16)
-        fq = tl.reshape(bq.to(tl.float32) * scale * e, [2, 2, 2, 2, 2, 2, BK])
+        fq = tl.reshape(e, [2, 2, 2, 2, 2, 2, BK])
+        if q is not None:
+            bq = tl.reshape(bq, [16, 4, BK])
+            same = tl.dot(tl.permute(bq, [1, 0, 2]), tl.permute(bk, [1, 2, 0]))
+            acc16 = tl.where(x16 == 0, same * scale + acc16, acc16)
+            fq = tl.reshape(bq.to(tl.float32) * scale * e, [2, 2, 2, 2, 2, 2, BK])
         fk = tl.reshape(bk.to(tl.float32), [2, 2, 2, 2, 2, 2, BK])
         p = tl.reshape(e, [2, 2, 2, 2, 2, 2, BK])
         for level in tl.static_range(4):  # row bits 0-3: axes 3, 2, 1, 0
-            P = tl.permute(tl.reshape(tl.where(_upper(3 - level), fq, fk).to(DT), [16, 4, BK]), [1, 0, 2])
-            s16 = tl.dot(P, tl.permute(P, [0, 2, 1]))
-            acc16 = tl.where((x16 >> level) == 1, acc16 + s16, acc16)
+            if q is not None:
+                P = tl.permute(tl.reshape(tl.where(_upper(3 - level), fq, fk).to(DT), [16, 4, BK]), [1, 0, 2])
+                s16 = tl.dot(P, tl.permute(P, [0, 2, 1]))
+                acc16 = tl.where((x16 >> level) == 1, acc16 + s16, acc16)
             fq, fk, p = _double(fq, fk, p, 3 - level)
             if level == 2 and totals is not None:
                 i = tl.arange(0, 8)[:, None]
@@ -142,26 +147,64 @@ def prepare(
                 column = ik + tl.arange(0, BK)[None, :]
                 tl.store(totals + (index * 8 + n) * K + column, tl.reshape(p, [8, BK]), mask=column < K)
         for level in tl.static_range(4, 6):  # row bits 4, 5 (warps): axes 5, 4
-            P = tl.permute(tl.reshape(tl.where(_upper(9 - level), fq, fk).to(DT), [16, 4, BK]), [1, 0, 2])
-            P = tl.reshape(P, [C, BK])
-            whole = tl.dot(P, tl.trans(P))
-            if KP > BK:
-                acc = tl.where((x >> level) == 1, acc + whole, acc)
-            else:
-                acc = tl.where((x >> level) == 1, whole, acc)
+            if q is not None:
+                P = tl.permute(tl.reshape(tl.where(_upper(9 - level), fq, fk).to(DT), [16, 4, BK]), [1, 0, 2])
+                P = tl.reshape(P, [C, BK])
+                whole = tl.dot(P, tl.trans(P))
+                if KP > BK:
+                    acc = tl.where((x >> level) == 1, acc + whole, acc)
+                else:
+                    acc = tl.where((x >> level) == 1, whole, acc)
             fq, fk, p = _double(fq, fk, p, 9 - level)
-        tl.store(qd + (dst + ik) + cd + od, tl.reshape(fq, [C, BK]).to(DT))
+        if q is not None:
+            tl.store(qd + (dst + ik) + cd + od, tl.reshape(fq, [C, BK]).to(DT))
         tl.store(kd + (dst + ik) + cd + od, tl.reshape(fk, [C, BK]).to(DT))
         tl.store(tot + index * KP + ik + tl.arange(0, BK), tl.reshape(p, [BK]))
-    A += index * (C * C)
-    w16 = tl.arange(0, 4)[:, None, None] * 16
-    a16 = tl.where((r16[:, None] >= r16[None, :])[None, :, :], acc16, 0.0).to(DT)
-    tl.store(A + (w16 + r16[None, :, None]) * C + w16 + r16[None, None, :], a16)
-    # as [32, 128]: a [64, 64] store would share its vector width with the [64, BK] loads above (coalescing pass)
-    a = tl.reshape(tl.where(r[:, None] > r[None, :], acc, 0.0).to(DT), [32, 128])
-    rr = tl.arange(0, 32)
-    cc = tl.arange(0, 128)
-    tl.store(A + rr[:, None] * 128 + cc[None, :], a, mask=(rr // 8)[:, None] != ((cc % 64) // 16)[None, :])
+    if q is not None:
+        A += index * (C * C)
+        w16 = tl.arange(0, 4)[:, None, None] * 16
+        a16 = tl.where((r16[:, None] >= r16[None, :])[None, :, :], acc16, 0.0).to(DT)
+        tl.store(A + (w16 + r16[None, :, None]) * C + w16 + r16[None, None, :], a16)
+        # as [32, 128]: a [64, 64] store would share its vector width with the [64, BK] loads above (coalescing pass)
+        a = tl.reshape(tl.where(r[:, None] > r[None, :], acc, 0.0).to(DT), [32, 128])
+        rr = tl.arange(0, 32)
+        cc = tl.arange(0, 128)
+        tl.store(A + rr[:, None] * 128 + cc[None, :], a, mask=(rr // 8)[:, None] != ((cc % 64) // 16)[None, :])
+
+
+@triton.jit
+def prepare(
+    q, k, g, gs, gamma, slots, mild, scale, T, NT, COUNT, filled_A, filled_qd, filled_kd, filled_tot,
+    A, qd, kd, tot, totals,
+    H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, APPROXIMATE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Programs: groups of GROUP of COUNT slots * heads. Chunks that are `mild` [slots, H] are done already, in the same memory.
+
+    A [slots, H, 64, 64], qd, kd [slots, H, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK. totals [slots, H, 8, K] (None:
+    not kept): the decay of each block of 8 rows, for `_side`. Without q neither A nor qd.
+    """
+    _, head, unit = program_at(1, H)
+    first = unit * GROUP
+    if all_mild(mild, first, head, COUNT, H, GROUP):
+        return
+    for n in range(GROUP):
+        s = first + n
+        if s < COUNT:
+            token, rows, seq = slot_at(slots, s, T, NT, 64, SIGN)
+            index = s.to(tl.int64) * H + head
+            if (rows > 0) & (tl.load(mild + index) == 0):
+                _prepare_one(
+                    q, k, g, gs, gamma, token, rows, seq, head, index, scale, A, qd, kd, tot, totals, H, HK, HG, HGS, K, KP, BK,
+                    SIGN, EVEN, APPROXIMATE,
+                )  # fmt: skip
+
+
+@triton.jit
+def decay_of(tot, first, count, n, head, c, ADJOINT: tl.constexpr, H: tl.constexpr, KP: tl.constexpr):
+    """The decays of channels c over the n-th chunk that a segment's walk comes to; 1 beyond the last one."""
+    s, _, _ = slot_of(first, count, 0, 0, n, ADJOINT, 64, 1)
+    return tl.load(tot + (s.to(tl.int64) * H + head) * KP + c, mask=c < tl.where(n < count, KP, 0), other=1.0)
 
 
 @triton.jit
@@ -171,18 +214,17 @@ def outputs(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     EVEN: tl.constexpr, ADJOINT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value tiles * segments, heads). With decay given: only each segment's end (in final) and its decay.
+    """Programs: value tiles * segments * heads. With decay given: only each segment's end (in final) and its decay.
 
-    ADJOINT walks back in time with q * pre for kd and do for v: states are then the adjoints after every chunk, o is None.
+    ADJOINT walks back in time with q * pre for kd, k * suf for qd and do for v: o is then dv, states the adjoints after every
+    chunk.
     """
     C: tl.constexpr = 64
     SEGMENT: tl.constexpr = decay is not None
     TV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    b = (pid % TV) * BV
-    g = pid // TV
-    first, count, seq, place, total = segment_at(segments, g, NT, NS, SC)
+    tile, head, unit = program_at(TV, H)
+    b = tile * BV
+    g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
     if seq < 0:
         return
     last = place == total - 1  # whether this segment is walked last
@@ -200,24 +242,26 @@ def outputs(
         S += load_state(begin, row, 0, b, K, V, V, 1, KP, BV).to(tl.float32)
     if ends is not None:
         S = combined(S, ends, end_decay, None, g, place, total, head, 0, b, ADJOINT, H, K, V, KP, BV)
+    token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
+    next_bt = decay_of(tot, first, count, 0, head, ck, ADJOINT, H, KP)
     for n in tl.range(count, num_stages=STAGES):
-        s = first + n
-        if ADJOINT:
-            s = first + count - 1 - n
-        token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
+        s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
         index = s.to(tl.int64) * H + head
-        tile = r[:, None] * KP + ck[None, :]
-        bk = tl.load(kd + index * (C * KP) + tile)  # [C, KP]
+        at = index * (C * KP) + (r[:, None] * KP + ck[None, :])
+        bk = tl.load(kd + at)  # [C, KP]
         bv = load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN).to(bk.dtype)  # [C, BV]
-        bt = tl.load(tot + index * KP + ck)  # [KP]
+        bt = next_bt  # read a turn ahead, as nothing else would hide the wait for it
+        next_bt = decay_of(tot, first, count, n + 1, head, ck, ADJOINT, H, KP)  # [KP]
         if SEGMENT:
             kept *= bt
         else:
             if states is not None:
                 store_state(states, S, index, 0, b, K, V, KP, BV)
             if o is not None:
-                bq = tl.load(qd + index * (C * KP) + tile)
+                bq = tl.load(qd + at)
                 ba = tl.load(A + index * (C * C) + r[:, None] * C + r[None, :])  # [C, C]
+                if ADJOINT:
+                    ba = tl.trans(ba)
                 bo = tl.dot(ba, bv, tl.dot(bq, S.to(bq.dtype)))
                 store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
         S = tl.dot(tl.trans(bk), bv, S * bt[:, None])

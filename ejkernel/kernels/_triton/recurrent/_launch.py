@@ -80,15 +80,16 @@ def _walk_call(
     """(segments, constants, sizes) of a launch of `_walk.walk`."""
     plan, (_, T, H, K, V), slots = call.plan, call.dims, call.slots
     wide = 64 if plan.operand == jnp.bfloat16 else 32
-    BA, BB = plan.block_k or tile(K, wide), plan.block_d or tile(V, wide)
+    by_head = call.gated_by_head and plan.operand == jnp.bfloat16  # which takes few registers
+    BA, BB = plan.block_k or tile(K, 2 * wide if by_head else wide), plan.block_d or tile(V, wide)
     tiles = cdiv(K, BA) * cdiv(V, BB)
     if segments is None:
         segments = Segments.of(slots, call.sequences, call.sequences * H * tiles)
     gk, gv = call.get("gk"), call.get("gv")
     constants: dict[str, Any] = dict(
         call.constants(), HA=heads(a), HB=heads(b), HGA=heads(gk), HGB=heads(gv), DA=K, DB=V, BA=BA, BB=BB, ADJOINT=adjoint,
-        PIECES=call.pieces("gk", "gv", "g", "g_gamma"), STAGES=plan.num_stages or 3, num_warps=plan.num_warps or 4,
-        kernel=_walk.walk, grid=(tiles * segments.count, H),
+        PIECES=call.pieces("gk", "gv", "g", "g_gamma"), EXACT=plan.exact, STAGES=plan.num_stages or 3,
+        num_warps=plan.num_warps or 4, kernel=_walk.walk, grid=(tiles * segments.count * H,),
     )  # fmt: skip
     scale = plan.scale if adjoint else 1.0
     sizes = (slots.table, segments.table, scale, T, slots.per_sequence, segments.per_sequence, segments.chunks)
@@ -155,7 +156,7 @@ def scalar_pass(
         out["states"] = shape((slots.count, H, K, V), plan.operand)
     return triton_call(
         q, k, v, g, gamma, begin, *ends[:2], slots.table, segments.table, plan.scale, T, slots.per_sequence,
-        segments.per_sequence, segments.chunks, kernel=_scalar.forward, grid=(cdiv(V, BV) * segments.count, H), HQ=heads(q),
+        segments.per_sequence, segments.chunks, kernel=_scalar.forward, grid=(cdiv(V, BV) * segments.count * H,), HQ=heads(q),
         HK=heads(k), HV=heads(v), K=K, V=V, BK=BK, BV=BV, STRIDE_K=1 if transposed else V, STRIDE_V=K if transposed else 1,
         DECAYS=V if transposed else K, ADJOINT=adjoint, EXACT=plan.exact, STAGES=plan.num_stages or scalar_stages(call, BK),
         num_warps=plan.num_warps or 4, out_shape=list(out.values()),
@@ -196,7 +197,7 @@ def scalar_forward(call: Call, keep: bool) -> tuple[Array, Array, Array | None]:
     BK, BV = plan.block_k or tile(K, 64), plan.block_d or tile(V, 64)
     o = triton_call(
         q, k, v, call.get("g"), call.get("g_gamma"), starts, slots.table, plan.scale, T, slots.per_sequence,
-        kernel=_scalar.outputs, grid=(cdiv(V, BV) * slots.count, H), HK=heads(k), K=K, V=V, BK=BK, BV=BV, EXACT=plan.exact,
+        kernel=_scalar.outputs, grid=(cdiv(V, BV) * slots.count * H,), HK=heads(k), K=K, V=V, BK=BK, BV=BV, EXACT=plan.exact,
         num_warps=plan.num_warps or 4, num_stages=plan.num_stages or 2, out_shape=shape((B, T, H, V), plan.output),
         **call.constants(),
     )  # fmt: skip
@@ -250,7 +251,7 @@ def scalar_backward(
         out["dg"] = shape((B, T, H), np.float32)
     results = triton_call(
         q, k, v, g, gamma, do, starts, ends, slots.table, plan.scale, T, slots.per_sequence, kernel=_scalar.backward,
-        grid=(slots.count, H), HK=heads(k), K=K, V=V, BK=BK, BV=BV, EXACT=plan.exact,
+        grid=(slots.count * H,), HK=heads(k), K=K, V=V, BK=BK, BV=BV, EXACT=plan.exact,
         num_warps=plan.num_warps or 4, num_stages=plan.num_stages or 3, out_shape=list(out.values()),
         **absent(n for n in ("dv", "dg") if n not in out), **call.constants(),
     )  # fmt: skip
@@ -291,7 +292,7 @@ def gated_pairs(call: Call, own: Side) -> Array | None:
     D = own.y.shape[3]
     return triton_call(
         own.x, own.y, own.gate, call.get("g"), call.get("g_gamma"), slots.table, own.scale, T,
-        slots.per_sequence, kernel=_gated.pairs, grid=(slots.count, H), HX=heads(own.x), HY=heads(own.y), HG=heads(own.gate),
+        slots.per_sequence, kernel=_gated.pairs, grid=(slots.count * H,), HX=heads(own.x), HY=heads(own.y), HG=heads(own.gate),
         FOLD=own.fold, D=D, BD=tile(D, 64 if plan.operand == jnp.bfloat16 else 32), LEVELS=plan.C.bit_length() - 1,
         PIECES=call.pieces("gk", "gv", "g", "g_gamma"), num_warps=plan.num_warps or 4, num_stages=1,
         out_shape=shape((slots.count, H, plan.C, plan.C), plan.operand), **call.constants(),
@@ -318,7 +319,7 @@ def one_side(
         call.constants(), HX=heads(own.x), HY=heads(own.y), HX2=heads(other.x), HY2=heads(other.y), HG2=heads(other.gate),
         FOLD2=other.fold, D=D, D2=D2, BD=BD, B2=B2, TILES=tiles, STRIDE=own.stride, STRIDE2=other.stride,
         PIECES=call.pieces("gk", "gv", "g", "g_gamma"), num_warps=plan.num_warps or 4, num_stages=1,
-        grid=(cdiv(D, BD * tiles) * slots.count, H), out_shape=[out[n] for n in ("dx", "dy", "dg") if n in out],
+        grid=(cdiv(D, BD * tiles) * slots.count * H,), out_shape=[out[n] for n in ("dx", "dy", "dg") if n in out],
     )  # fmt: skip
     if own.gate is None:
         missing = absent(n for n in ("dx", "dy") if n not in out)
@@ -327,7 +328,7 @@ def one_side(
         )
     parts = 2 if plan.C == 64 else 1  # tiles of 64 rows do not fit the registers
     C = plan.C // parts
-    constants |= {"C": C, "PARTS": parts, "grid": (parts * cdiv(D, BD * tiles) * slots.count, H)}
+    constants |= {"C": C, "PARTS": parts, "grid": (parts * cdiv(D, BD * tiles) * slots.count * H,)}
     return triton_call(
         x, own.y, own.gate, other.x, other.y, other.gate, other_pairs, *tail, *sizes,
         kernel=_gated.gated_side, HG=heads(own.gate), FOLD=own.fold, LEVELS=C.bit_length() - 1, STAGES=plan.num_stages or 1,
@@ -344,8 +345,8 @@ def step_by_step(call: Call) -> tuple[Array, Array]:
     BV = plan.block_d or tile(V, max(16, 8192 // BK))
     gates = [call.get(name) for name in ("g", "g_gamma", "gk", "gv")]
     return triton_call(
-        q, k, v, *gates, begin, call.cu_seqlens, plan.scale, T, kernel=_step.steps, grid=(cdiv(V, BV) * N, H), H=H, HK=heads(k),
-        HGS=heads(gates[0]), HGK=heads(gates[2]), HGV=heads(gates[3]), K=K, V=V, BK=BK, BV=BV, SIGN=plan.sign,
+        q, k, v, *gates, begin, call.cu_seqlens, plan.scale, T, kernel=_step.steps, grid=(cdiv(V, BV) * N * H,), H=H,
+        HK=heads(k), HGS=heads(gates[0]), HGK=heads(gates[2]), HGV=heads(gates[3]), K=K, V=V, BK=BK, BV=BV, SIGN=plan.sign,
         num_warps=plan.num_warps or 4, out_shape=(shape((B, T, H, V), plan.output), shape((N, H, K, V), np.float32)),
         input_output_aliases={7: 1} if begin is not None and begin.dtype == np.float32 else None,
     )  # fmt: skip

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import cdiv, is_interpreted, triton_call
-from ejkernel.kernels._triton.recurrent import _key, _side
-from ejkernel.kernels._triton.recurrent._launch import Call, absent, fits_registers, heads, shape
-from ejkernel.kernels._triton.recurrent._plan import Array, Segments, tile
+from ejkernel.kernels._triton.recurrent import _key, _mild, _pairs, _side
+from ejkernel.kernels._triton.recurrent._launch import Call, Side, absent, fits_registers, heads, per_head_dtype, shape, sides
+from ejkernel.kernels._triton.recurrent._plan import PROGRAMS_TO_FILL, Array, Segments, gate_pieces, tile
 
 
 def fits(call: Call) -> bool:
@@ -20,51 +20,96 @@ def fits(call: Call) -> bool:
     return only_key and call.plan.operand == jnp.bfloat16 and call.plan.C == 64 and fits_registers(call, call.dims[3])
 
 
-def forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Array]]:
-    """(output, final state, what the gradient starts from if kept: states before every slot, pairs, decays of blocks)."""
-    plan, (_, T, H, K, _), slots = call.plan, call.dims, call.slots
-    q, k, v = (call.arrays[name] for name in ("query", "key", "value"))
-    gk, begin, C, count = call.arrays["gk"], call.get("initial_state"), plan.C, slots.count
-    KP = max(32, tile(K, 512))
-    common: dict[str, Any] = {"H": H, "SIGN": plan.sign, "EVEN": slots.even, "K": K, "KP": KP}
-    A, qd, kd, tot, *totals = triton_call(
-        q, k, gk, call.get("g"), call.get("g_gamma"), slots.table, plan.scale, T, slots.per_sequence, kernel=_key.prepare,
-        grid=(count, H), HK=heads(k), HG=heads(gk), HGS=heads(call.get("g")), BK=min(KP, 128),
-        APPROXIMATE=not is_interpreted(_key.prepare), num_warps=4, num_stages=1, maxnreg=160 if KP == 64 else None,
-        out_shape=[
-            shape((count, H, C, C), plan.operand),
-            shape((count, H, C, KP), plan.operand),
-            shape((count, H, C, KP), plan.operand),
-            shape((count, H, KP), np.float32),
-            *([shape((count, H, 8, K), np.float32)] if keep else []),
-        ],
-        **absent([] if keep else ["totals"]), **common,
+class Prepared(NamedTuple):
+    """What is made of a side with a gate before its states are walked: x and y are q and k, or do and v."""
+
+    pairs: Array | None  # [slots, H, 64, 64]
+    xd: Array | None  # [slots, H, 64, P]: x times the decays up to each row
+    yd: Array  # [slots, H, 64, P]: y times the decays after each row
+    tot: Array  # [slots, H, P]: a slot's decay
+    mild: Array  # [slots, H]: 1 where `_mild` did the chunk and can do its gradient
+    totals: Array | None  # [slots, H, 8, D]: the decay of each block of 8 rows, of the other chunks
+
+
+def prepared(
+    call: Call, x: Array | None, y: Array, gate: Array, scale: float, *, g: Array | None, g_gamma: Array | None, totals: bool
+) -> Prepared:
+    """One side of a call, its mild chunks first; without x only what the state and the side's own rows need."""
+    plan, (_, T, H, _, _), slots = call.plan, call.dims, call.slots
+    D, count = y.shape[3], slots.count
+    P = max(32, tile(D, 512))
+    rows = shape((count, H, 64, P), plan.operand)
+    out = {"A": shape((count, H, 64, 64), plan.operand), "qd": rows} if x is not None else {}
+    out |= {"kd": rows, "tot": shape((count, H, P), np.float32)}
+    missing = absent(n for n in ("A", "qd") if n not in out)
+    arrays = (x, y, gate, g, g_gamma, slots.table)
+    common: dict[str, Any] = {
+        "H": H, "HK": heads(y), "HG": heads(gate), "HGS": heads(g), "K": D, "KP": P, "SIGN": plan.sign, "EVEN": slots.even,
+        "num_stages": 1, **missing,
+    }  # fmt: skip
+    BK = 128 if P > 128 else 64  # more at a time when there are several turns: 0.159 against 0.170 ms with 256 channels
+    *found, mild = triton_call(
+        *arrays, scale, T, slots.per_sequence, kernel=_mild.mild_prepare, grid=(count * H,), BK=min(P, BK), num_warps=4,
+        maxnreg=168 if BK == 64 else None, PIECES=gate_pieces(plan, gate, g, g_gamma),
+        APPROXIMATE=not is_interpreted(_mild.mild_prepare), out_shape=[*out.values(), shape((count, H), np.int32)], **common,
     )  # fmt: skip
-    o, final, *states = _walk_prepared(call, qd, kd, tot, A, v, begin, keep=keep)
-    return o, final, {"states": states[0], "pairs": A, "totals": totals[0], "qd": qd, "tot": tot} if keep else {}
+    group = slots_together(call)
+    filled = dict(zip(out, found, strict=True))
+    given = (*arrays, mild, scale, T, slots.per_sequence, count, *(filled.get(n) for n in ("A", "qd", "kd", "tot")))
+    found = triton_call(
+        *given, kernel=_key.prepare, grid=(cdiv(count, group) * H,), BK=min(P, 128), GROUP=group, num_warps=4,
+        APPROXIMATE=not is_interpreted(_key.prepare), maxnreg=160 if P == 64 else None,
+        out_shape=[*out.values(), *([shape((count, H, 8, D), np.float32)] if totals else [])],
+        input_output_aliases={len(given) - len(out) + i: i for i in range(len(out))},
+        **absent([] if totals else ["totals"]), **common,
+    )  # fmt: skip
+    named = dict(zip([*out, "totals"], found, strict=False))
+    return Prepared(named.get("A"), named.get("qd"), named["kd"], named["tot"], mild, named.get("totals"))
 
 
-def adjoint(call: Call, do: Array, qd: Array, tot: Array, dfinal: Array | None) -> tuple[Array, Array]:
-    """(adjoint after every slot, gradient of the initial state) from what `forward` has kept."""
-    final, states = _walk_prepared(call, None, qd, tot, None, do, dfinal, keep=True)
-    return states, final
+def slots_together(call: Call) -> int:
+    """How many slots a program looks at that skips the mild ones: more are fewer programs to start in vain."""
+    most = call.slots.count * call.dims[2] // (4 * PROGRAMS_TO_FILL)
+    return 1 << max(0, min(most, 8).bit_length() - 1)
 
 
-def _walk_prepared(
-    call: Call, qd: Array | None, kd: Array, tot: Array, A: Array | None, v: Array, begin: Array | None, *, keep: bool
-) -> list[Array]:
-    """`_key.outputs`: [output if qd is given, else the walk is adjoint; state at the end; states if kept]."""
+def prepared_keys(call: Call, totals: bool) -> Prepared:
+    """The key side, with the head's own decay."""
+    q, k, gk = (call.arrays[name] for name in ("query", "key", "gk"))
+    return prepared(call, q, k, gk, call.plan.scale, g=call.get("g"), g_gamma=call.get("g_gamma"), totals=totals)
+
+
+def forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Any]]:
+    """(output, final state, what the gradient starts from if kept: states before every slot and the key side)."""
+    side = prepared_keys(call, keep)
+    v, begin = call.arrays["value"], call.get("initial_state")
+    o, final, *states = walk_prepared(
+        call, side.xd, side.yd, side.tot, side.pairs, v, begin, call.plan.output, adjoint=False, keep=keep
+    )
+    return o, final, {"states": states[0], **side._asdict()} if keep else {}
+
+
+def adjoint(call: Call, do: Array, side: Prepared, dfinal: Array | None) -> tuple[Array, Array, Array]:
+    """(dv per query head, adjoint after every slot, gradient of the initial state) from what `forward` has kept."""
+    dtype = per_head_dtype(call, call.arrays["value"])
+    dv, final, states = walk_prepared(call, side.yd, side.xd, side.tot, side.pairs, do, dfinal, dtype, adjoint=True, keep=True)
+    return dv, states, final
+
+
+def walk_prepared(
+    call: Call, qd: Array | None, kd: Array | None, tot: Array, A: Array | None, v: Array, begin: Array | None, output: Any, *,
+    adjoint: bool, keep: bool,
+) -> list[Array]:  # fmt: skip
+    """`_key.outputs`: [output; state at the end; states if kept]."""
     plan, (B, T, H, K, V), slots = call.plan, call.dims, call.slots
-    adjoint = qd is None
-    BV = plan.block_d or tile(V, 64)
+    BV, KP = plan.block_d or tile(V, 64), tot.shape[2]
     tiles = cdiv(V, BV)
-    KP = kd.shape[3]
     segments = Segments.of(slots, call.sequences, call.sequences * H * tiles)
     sizes = (slots.table, segments.table, T, slots.per_sequence, segments.per_sequence, segments.chunks)
     common: dict[str, Any] = {
         "H": H, "SIGN": plan.sign, "EVEN": slots.even, "K": K, "KP": KP, "HV": heads(v), "V": V, "BV": BV, "ADJOINT": adjoint,
         "STAGES": plan.num_stages or (3 if KP <= 128 else 1), "num_warps": plan.num_warps or 4, "kernel": _key.outputs,
-        "grid": (tiles * segments.count, H),
+        "grid": (tiles * segments.count * H,),
     }  # fmt: skip
     ends = decay = None
     if segments.split:
@@ -73,35 +118,79 @@ def _walk_prepared(
             qd, kd, tot, A, v, None, None, None, *sizes, o=None, states=None,
             out_shape=[shape((G, H, K, V), np.float32), shape((G, H, K), np.float32)], **common,
         )  # fmt: skip
-    out = {} if adjoint else {"o": shape((B, T, H, V), plan.output)}
-    out["final"] = shape((call.sequences, H, K, V), np.float32)
+    out = {"o": shape((B, T, H, V), output), "final": shape((call.sequences, H, K, V), np.float32)}
     if keep:
         out["states"] = shape((slots.count, H, K, V), plan.operand)
     return triton_call(
         qd, kd, tot, A, v, begin, ends, decay, *sizes, decay=None, out_shape=list(out.values()),
-        **absent(n for n in ("o", "states") if n not in out), **common,
+        **absent([] if keep else ["states"]), **common,
     )  # fmt: skip
 
 
 def backward(
-    call: Call, do: Array, totals: Array, starts: Array, ends: Array, out: dict[str, jax.ShapeDtypeStruct]
+    call: Call, do: Array, own: Prepared, starts: Array, ends: Array, out: dict[str, jax.ShapeDtypeStruct]
 ) -> list[Array]:
-    """dq, dk and the gradient of the key gate where `fits`; totals: from `forward`."""
-    plan, (_, T, H, K, V), slots = call.plan, call.dims, call.slots
-    q, k, v, gk = (call.arrays[name] for name in ("query", "key", "value", "gk"))
-    common: dict[str, Any] = {"H": H, "SIGN": plan.sign, "EVEN": slots.even, "PREC": plan.precision, "num_stages": 1}
-    M, near = triton_call(
-        do, v, slots.table, plan.scale, T, slots.per_sequence, kernel=_side.pairs_of_plain, grid=(slots.count, H), HX=H,
-        HY=heads(v), D=V, BD=tile(V, 128), num_warps=4,
-        out_shape=[shape((slots.count, H, 64, 64), plan.operand), shape((slots.count, H, 8, 8, 8), np.float32)], **common,
+    """dq, dk and the gradient of the key gate where `fits`."""
+    plan, (_, T, H, _, V), slots = call.plan, call.dims, call.slots
+    v = call.arrays["value"]
+    pairs = triton_call(
+        do, v, slots.table, own.mild, plan.scale, T, slots.per_sequence, kernel=_pairs.pairs_of_plain, grid=(slots.count * H,),
+        H=H, HX=H, HY=heads(v), D=V, BD=tile(V, 128), SIGN=plan.sign, EVEN=slots.even, PREC=plan.precision, num_warps=4,
+        num_stages=1, out_shape=pairs_shapes(call),
     )  # fmt: skip
-    BD = plan.block_k or 32
+    key, value = sides(call, do)
+    return one_side(call, key, value, own, None, tuple(pairs), starts, ends, out)
+
+
+def pairs_shapes(call: Call) -> list[jax.ShapeDtypeStruct]:
+    """Of opposite pairs as `_side` reads them: in tile order, and inside blocks of 8 rows."""
+    n, H = call.slots.count, call.dims[2]
+    return [shape((n, H, 64, 64), call.plan.operand), shape((n, H, 8, 8, 8), np.float32)]
+
+
+def one_side(
+    call: Call, own: Side, other: Side, prepared: Prepared, opposite: Prepared | None, pairs: tuple[Array, ...], starts: Array,
+    ends: Array | None, out: dict[str, jax.ShapeDtypeStruct],
+) -> list[Array]:  # fmt: skip
+    """Those of dx, dy, dg that `out` names, by `_mild.mild_side` and then `_side.side`; without dy it is a forward pass.
+
+    Args:
+        prepared: of the own side.
+        opposite: of the other side, None when it has no gate.
+        pairs: the opposite ones as `_side` reads them.
+    """
+    plan, (_, T, H, _, _), slots = call.plan, call.dims, call.slots
+    D, D2, count = own.y.shape[3], other.y.shape[3], slots.count
+    g, g_gamma = (call.get("g"), call.get("g_gamma")) if own.key else (None, None)
+    block = plan.block_k if own.key else plan.block_d
+    scale = plan.scale if own.key else 1.0  # the key side's x is scaled by `prepared`
+    inputs = (own.x if "dy" in out else None, own.y, own.gate, g, g_gamma)
+    x2, y2 = (other.x, other.y) if opposite is None else (opposite.xd, opposite.yd)
+    opposite_rows = (x2, None if ends is None else y2)
+    tot2, A2 = (None, None) if opposite is None else (opposite.tot, opposite.pairs)
+    names = [n for n in ("dx", "dy", "dg") if n in out]
+    common: dict[str, Any] = {
+        "H": H, "HX": H, "HY": heads(own.y), "HG": heads(own.gate), "HGS": heads(g), "HX2": H, "HY2": heads(other.y), "D": D,
+        "D2": D2, "P2": 0 if tot2 is None else tot2.shape[2], "STRIDE": own.stride, "STRIDE2": other.stride, "SIGN": plan.sign,
+        "EVEN": slots.even, "PREC": plan.precision, "num_stages": 1, "out_shape": [out[n] for n in names],
+        **absent(n for n in ("dx", "dy", "dg") if n not in out),
+    }  # fmt: skip
+    BD = block or tile(D, 64)
+    found = triton_call(
+        *inputs, A2, *opposite_rows, tot2, starts, ends, prepared.mild, slots.table, scale, T, slots.per_sequence,
+        kernel=_mild.mild_side, grid=(cdiv(D, BD) * count * H,), BD=BD, B2=tile(D2, 128), num_warps=4,
+        PIECES=gate_pieces(plan, own.gate, g, g_gamma), APPROXIMATE=not is_interpreted(_mild.mild_side),
+        STAGES=plan.num_stages or 1, **common,
+    )  # fmt: skip
+    BD, group = block or 32, slots_together(call)
+    filled = dict(zip(names, found, strict=True))
+    given = (
+        *inputs, *pairs, prepared.totals, *opposite_rows, tot2, starts, ends, slots.table, prepared.mild, scale, T,
+        slots.per_sequence, count, *(filled.get(n) for n in ("dx", "dy", "dg")),
+    )  # fmt: skip
+    places = [len(given) - 3 + i for i, n in enumerate(("dx", "dy", "dg")) if n in names]
     return triton_call(
-        q, k, gk, call.get("g"), call.get("g_gamma"), M, near, totals, do, v, starts, ends, slots.table, plan.scale, T,
-        slots.per_sequence,
-        kernel=_side.side, grid=(cdiv(K, BD) * slots.count, H), HX=H, HY=heads(k), HG=heads(gk), HGS=heads(call.get("g")),
-        HX2=H, HY2=heads(v), D=K, D2=V, BD=BD, B2=tile(V, 128), STRIDE=V, STRIDE2=1,
-        APPROXIMATE=not is_interpreted(_side.side), STAGES=1 if V <= 128 else 2,
-        STATES_FIRST=V > 128, num_warps=8, maxnreg=128,
-        out_shape=[out[n] for n in ("dx", "dy", "dg")], **common,
+        *given, kernel=_side.side, grid=(cdiv(D, BD) * cdiv(count, group) * H,), BD=BD, B2=tile(D2, 128), GROUP=group,
+        APPROXIMATE=not is_interpreted(_side.side), STAGES=1 if D2 <= 128 else 2, STATES_FIRST=D2 > 128, num_warps=8,
+        maxnreg=128, input_output_aliases={place: i for i, place in enumerate(places)}, **common,
     )  # fmt: skip

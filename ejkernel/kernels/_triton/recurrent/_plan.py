@@ -15,8 +15,10 @@ from ejkernel.kernels._linear import LinearConfig, LinearProblem
 Array = jax.Array
 MAX_CHANNELS = 512
 PROGRAMS_TO_FILL = 264  # two for each of an H200's 132 multiprocessors: fewer walking programs leave it idle
+ENOUGH_PROGRAMS = 120  # nearly one for each: what a second would win is less than the first pass over half of the rows costs
 MIN_SEGMENT = 8  # chunks: shorter segments cost more in their combination than they save
 MAX_SEGMENTS = 32
+COMPARE_ALL = 1 << 22  # comparisons that one small kernel does faster than a search, which is a loop of a dozen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Slots:
         slots_of = -(-jnp.diff(cu_seqlens) // plan.C)  # [N]
         first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(slots_of, dtype=jnp.int32)])
         index = jnp.arange(count, dtype=jnp.int32)
-        seq = jnp.minimum(jnp.searchsorted(first, index, side="right") - 1, N - 1).astype(jnp.int32)
+        seq = owner(first, index)
         place = (index - first[seq]) * plan.C
         low, high = cu_seqlens[seq], cu_seqlens[seq + 1]
         token = high - 1 - place if plan.reverse else low + place
@@ -100,7 +102,7 @@ class Segments:
     chunks: int
     count: int
     per_sequence: int  # dense; the table's width when packed
-    table: Array | None  # [5, count]: first slot, slots, sequence (-1: unused), place in the sequence, the sequence's segments
+    table: Array | None  # [6, count]: see `_packed`
 
     @property
     def split(self) -> bool:
@@ -112,6 +114,8 @@ class Segments:
         """Args: programs: how many programs walk one segment of every sequence."""
         longest = slots.per_sequence if slots.table is None else slots.count
         wanted = max(1, min(PROGRAMS_TO_FILL // programs, MAX_SEGMENTS, longest // MIN_SEGMENT))
+        if programs >= ENOUGH_PROGRAMS:
+            wanted = 1
         if slots.table is None:
             chunks = cdiv(slots.per_sequence, wanted)
             per = cdiv(slots.per_sequence, chunks)
@@ -125,18 +129,30 @@ class Segments:
 
     @classmethod
     def _packed(cls, slots: Slots, N: int, chunks: int) -> Segments:
+        """With rows first slot, slots, sequence (-1: unused), place in the sequence, the sequence's segments, and the order in
+        which segments are started: the longest first, so that what the device ends with is short."""
         assert slots.first is not None
         count = slots.count // chunks + N
         slots_of = jnp.diff(slots.first)  # [N]
         segments_of = jnp.maximum(1, -(-slots_of // chunks))  # an empty sequence still hands its state on
         first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(segments_of, dtype=jnp.int32)])
         index = jnp.arange(count, dtype=jnp.int32)
-        seq = jnp.minimum(jnp.searchsorted(first, index, side="right") - 1, N - 1).astype(jnp.int32)
+        seq = owner(first, index)
         place = index - first[seq]
         slots_here = jnp.clip(slots_of[seq] - place * chunks, 0, chunks)
         used = index < first[-1]
-        table = jnp.stack([slots.first[seq] + place * chunks, slots_here, jnp.where(used, seq, -1), place, segments_of[seq]])
+        order = jnp.argsort(slots_here, descending=True)
+        table = jnp.stack(
+            [slots.first[seq] + place * chunks, slots_here, jnp.where(used, seq, -1), place, segments_of[seq], order]
+        )
         return cls(chunks, count, count, table.astype(jnp.int32))
+
+
+def owner(first: Array, index: Array) -> Array:
+    """The sequence i with first[i] <= index < first[i + 1], the last one for an index beyond all; first [N + 1]."""
+    method = "compare_all" if first.size * index.size <= COMPARE_ALL else "scan"
+    found = jnp.searchsorted(first, index, side="right", method=method) - 1
+    return jnp.minimum(found, first.size - 2).astype(jnp.int32)
 
 
 def tile(channels: int, most: int) -> int:

@@ -12,27 +12,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._triton.recurrent._decays import constant_decay, decay_matrix, head_decays
 from ejkernel.kernels._triton.recurrent._tiles import (
-    decay_matrix,
     dot,
     head_log_decay,
     load_rows,
     load_state,
     onwards,
+    program_at,
     slot_at,
     store_rows,
     store_state,
 )
-from ejkernel.kernels._triton.recurrent._walk import segment_at
-
-
-@triton.jit
-def constant_decay(gamma, seq, head, H: tl.constexpr):
-    """The log decay that g_gamma gives every step of a head; 0 without it."""
-    value = 0.0
-    if gamma is not None:
-        value = tl.maximum(tl.load(gamma + seq * H + head).to(tl.float32), -1e30)
-    return value
+from ejkernel.kernels._triton.recurrent._walk import rows_of, segment_at, slot_of, steps_of
 
 
 @triton.jit
@@ -44,7 +36,7 @@ def forward(
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, ADJOINT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value tiles * segments, heads); BK >= K. states [slots, H, K, V] (None: not kept): S before every chunk.
+    """Programs: value tiles * segments * heads; BK >= K. states [slots, H, K, V] (None: not kept): S before every chunk.
 
     STRIDE_K, STRIDE_V: of begin, ends and final, which may be stored transposed; ends' decays [.., DECAYS] are all alike.
     ADJOINT walks back in time and lets every row see the rows from it on: with (v, do, q) for (q, k, v) it gives dk, with
@@ -52,11 +44,9 @@ def forward(
     """
     GATED: tl.constexpr = (gs is not None) or (gamma is not None)
     TV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    b = (pid % TV) * BV
-    g = pid // TV
-    first, count, seq, place, total = segment_at(segments, g, NT, NS, SC)
+    tile, head, unit = program_at(TV, H)
+    b = tile * BV
+    g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
     if seq < 0:
         return
     row = seq.to(tl.int64) * H + head
@@ -64,10 +54,10 @@ def forward(
     if begin is not None:
         S += load_state(begin, row, 0, b, K, V, STRIDE_K, STRIDE_V, BK, BV).to(tl.float32)
     if ends is not None:
-        steps = place
+        walked_before = place
         if ADJOINT:
-            steps = total - 1 - place
-        for n in range(steps):
+            walked_before = total - 1 - place
+        for n in range(walked_before):
             other = (g - place + n).to(tl.int64) * H + head
             if ADJOINT:
                 other = (g - place + total - 1 - n).to(tl.int64) * H + head
@@ -83,11 +73,12 @@ def forward(
             D = tl.where(t <= u, 1.0, 0.0)
         else:
             D = tl.where(t >= u, 1.0, 0.0)
+    token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
+    next_steps = steps_of(gs, gamma, token0, rows_left, 0, count, seq, head, ADJOINT, H, HGS, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
-        s = first + n
-        if ADJOINT:
-            s = first + count - 1 - n
-        token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
+        s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
+        steps = next_steps  # read a turn ahead: nothing else would hide the wait for them
+        next_steps = steps_of(gs, gamma, token0, rows_left, n + 1, count, seq, head, ADJOINT, H, HGS, C, SIGN)
         bq = load_rows(q, token, rows, head // (H // HQ), 0, HQ, K, C, BK, SIGN, EVEN)  # [C, BK]
         bk = load_rows(k, token, rows, head // (H // HK), 0, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
         bv = load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN)  # [C, BV]
@@ -95,13 +86,10 @@ def forward(
             store_state(states, S, s.to(tl.int64) * H + head, 0, b, K, V, BK, BV)
         bo = dot(bq, S, None, DT, PREC)  # [C, BV]
         if GATED:
-            ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
-            following = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
-            pre = tl.exp(tl.cumsum(ls, 0))  # [C]
-            suf = tl.exp(tl.cumsum(following, 0, reverse=True))  # [C]
+            logs, pre, suf, kept = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
             if gs is not None:
-                D = decay_matrix(gs, ls, constant, ADJOINT, C, EXACT)
-            S *= tl.exp(tl.sum(ls, 0))
+                D = decay_matrix(gs, logs, constant, ADJOINT, C, EXACT)
+            S *= kept
         A = dot(bq, tl.trans(bk.to(DT)), None, DT, PREC) * D  # [C, C]
         if ADJOINT:  # the state holds scale times what it sums, since its beginning does
             if GATED:
@@ -128,18 +116,47 @@ def forward(
 
 
 @triton.jit
+def prepare(
+    q, k, gs, gamma, slots, scale, T, NT,
+    A, qd, kd, tot,
+    H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Programs: slots * heads. What `_key.prepare` leaves of a gate per key channel, of a head's own decay or of none."""
+    _, head, s = program_at(1, H)
+    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    if rows <= 0:
+        return
+    index = s.to(tl.int64) * H + head
+    r = tl.arange(0, C)
+    constant = constant_decay(gamma, seq, head, H)
+    steps = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
+    logs, pre, suf, kept = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+    pairs = tl.zeros([C, C], tl.float32)
+    for col in range(0, KP, BK):
+        bq = load_rows(q, token, rows, head, col, H, K, C, BK, SIGN, EVEN)  # [C, BK]
+        bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
+        pairs = dot(bq, tl.trans(bk.to(DT)), pairs, DT, PREC)
+        i = col + tl.arange(0, BK)
+        at = index * (C * KP) + (r[:, None] * KP + i[None, :])
+        tl.store(qd + at, (bq.to(tl.float32) * (pre * scale)[:, None]).to(DT))
+        tl.store(kd + at, (bk.to(tl.float32) * suf[:, None]).to(DT))
+        tl.store(tot + index * KP + i, tl.zeros([BK], tl.float32) + kept)
+    pairs *= decay_matrix(gs, logs, constant, False, C, EXACT)
+    tl.store(A + index * (C * C) + (r[:, None] * C + r[None, :]), (pairs * scale).to(DT))
+
+
+@triton.jit
 def outputs(
     q, k, v, gs, gamma, starts, slots, scale, T, NT,
     o,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value tiles * slots, heads). starts [slots, H, K, V]: S before every chunk."""
+    """Programs: value tiles * slots * heads. starts [slots, H, K, V]: S before every chunk."""
     TV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    b = (pid % TV) * BV
-    s = pid // TV
+    tile, head, s = program_at(TV, H)
+    b = tile * BV
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
     if rows <= 0:
         return
@@ -155,9 +172,11 @@ def outputs(
     t = tl.arange(0, C)[:, None]
     u = tl.arange(0, C)[None, :]
     if (gs is not None) or (gamma is not None):
-        ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
-        A *= decay_matrix(gs, ls, constant_decay(gamma, seq, head, H), False, C, EXACT)
-        bo *= tl.exp(tl.cumsum(ls, 0))[:, None]
+        constant = constant_decay(gamma, seq, head, H)
+        steps = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
+        logs, pre, _, _ = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+        A *= decay_matrix(gs, logs, constant, False, C, EXACT)
+        bo *= pre[:, None]
     else:
         A = tl.where(t >= u, A, 0.0)
     store_rows(o, dot(A, bv, bo, DT, PREC) * scale, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
@@ -170,10 +189,9 @@ def backward(
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, heads). dq, dk [tokens, H, K], dv [tokens, H, V] or None; dg [tokens, H] (None without a gate)."""
+    """Programs: slots * heads. dq, dk [tokens, H, K], dv [tokens, H, V] or None; dg [tokens, H] (None without a gate)."""
     GATED: tl.constexpr = (gs is not None) or (gamma is not None)
-    s = tl.program_id(0)
-    head = tl.program_id(1)
+    _, head, s = program_at(1, H)
     kv = head // (H // HK)
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
     if rows <= 0:
@@ -192,11 +210,11 @@ def backward(
         bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
         dA = dot(bd, tl.trans(bv.to(DT)), dA, DT, PREC)
     if GATED:
-        ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
-        following = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
-        D = decay_matrix(gs, ls, constant_decay(gamma, seq, head, H), False, C, EXACT) * scale
-        pre = tl.exp(tl.cumsum(ls, 0)) * scale  # [C]
-        suf = tl.exp(tl.cumsum(following, 0, reverse=True))  # [C]
+        constant = constant_decay(gamma, seq, head, H)
+        steps = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
+        logs, pre, suf, kept = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+        D = decay_matrix(gs, logs, constant, False, C, EXACT) * scale
+        pre *= scale
         dA *= D
         # The decay of row r is a factor of every D[t, s] with s < r <= t: sum over t >= r, then over the columns s < r.
         spanned = dot(onwards(C), A * dA, None, DT, PREC)
@@ -250,5 +268,5 @@ def backward(
         r = tl.arange(0, C)
         # and of every prefix from r on and every suffix before r, and of what passes through the whole chunk.
         dlog += tl.sum(tl.where(u >= t, at_prefix[None, :], 0.0), 1) + tl.sum(tl.where(u < t, at_suffix[None, :], 0.0), 1)
-        dlog += through * tl.exp(tl.sum(ls, 0))
+        dlog += through * kept
         tl.store(dg + (token + SIGN * r) * H + head, dlog, mask=r < rows)

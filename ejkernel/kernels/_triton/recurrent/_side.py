@@ -15,13 +15,8 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton.recurrent._key import exp_of_log
-from ejkernel.kernels._triton.recurrent._tiles import dot, load_state, slot_at
-
-
-@triton.jit
-def block_row(r):
-    """The chunk row of tile row r."""
-    return (r & 7) * 8 + (r >> 3)
+from ejkernel.kernels._triton.recurrent._pairs import block_row, permuted
+from ejkernel.kernels._triton.recurrent._tiles import all_mild, dot, load_state, program_at, slot_at
 
 
 @triton.jit
@@ -45,53 +40,6 @@ def _rows(x):
 def _put(x, i: tl.constexpr, value):
     """The tuple x with element i replaced."""
     return x[:i] + (value,) + x[i + 1 :]
-
-
-@triton.jit
-def pairs_of_plain(
-    x, y, slots, scale, T, NT,
-    M, near,
-    H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr,
-    EVEN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """Grid (slots, heads). M [slots, H, 64, 64] in tile order: scale * x_t . y_s for s <= t, and the same at (s, t).
-
-    near [slots, H, 8, 8, 8], float32: element [b, s, t] is the pair (t, s) inside block b.
-    """
-    C: tl.constexpr = 64
-    s = tl.program_id(0)
-    head = tl.program_id(1)
-    token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
-    if rows <= 0:
-        return
-    r = tl.arange(0, C)
-    row = block_row(r)
-    lower = tl.zeros([C, C], tl.float32)
-    upper = tl.zeros([C, C], tl.float32)
-    for col in range(0, D, BD):
-        bx = _permuted(x, token, rows, head // (H // HX), col, HX, D, BD, SIGN, EVEN)
-        by = _permuted(y, token, rows, head // (H // HY), col, HY, D, BD, SIGN, EVEN)
-        lower = dot(bx, tl.trans(by), lower, M.dtype.element_ty, PREC)
-        upper = dot(by, tl.trans(bx), upper, M.dtype.element_ty, PREC)
-    both = tl.where(row[:, None] >= row[None, :], lower, upper) * scale
-    at = M + (s.to(tl.int64) * H + head) * (C * C) + (r[:, None] * C + r[None, :])
-    tl.store(at, both.to(M.dtype.element_ty))
-    at = near + (s.to(tl.int64) * H + head) * 512 + ((r & 7) * 64 + (r >> 3))[:, None] + ((r >> 3) * 8)[None, :]
-    tl.store(at, both, mask=((r & 7)[:, None] == (r & 7)[None, :]) & (row[:, None] >= row[None, :]))
-
-
-@triton.jit
-def _permuted(
-    x, token, rows, head, col, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    """[64, BD] of x [tokens, HEADS, D] in tile order; 0 outside."""
-    row = block_row(tl.arange(0, 64))[:, None]
-    c = col + tl.arange(0, BD)[None, :]
-    at = x + (token * HEADS + head) * D + (row * (SIGN * HEADS * D) + c)
-    if EVEN and D % BD == 0:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=(row < rows) & (c < D), other=0.0)
 
 
 @triton.jit
@@ -213,60 +161,62 @@ def _of_blocks(a, b, BD: tl.constexpr):
 
 
 @triton.jit
-def _from_states(
-    x2, y2, starts, ends, token, rows, index, head, col, H: tl.constexpr, HX2: tl.constexpr, HY2: tl.constexpr, D: tl.constexpr,
-    D2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr, STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr,
-    EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+def _opposite(
+    x, token, rows, index, head, col, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """(rows of x2 S^T, rows of y2 dS^T, sum over the opposite channels of S * dS [BD]), before any decay."""
+    """[64, BD] in tile order: of x [tokens, HEADS, D], or, with P > 0, of what `_key.prepare` left [slots, H, 64, P]."""
+    if P > 0:
+        row = block_row(tl.arange(0, 64))[:, None]
+        return tl.load(x + index * (64 * P) + (row * P + col + tl.arange(0, BD)[None, :]))
+    else:
+        return permuted(x, token, rows, head // (H // HEADS), col, HEADS, D, BD, SIGN, EVEN)
+
+
+@triton.jit
+def _from_states(
+    x2, y2, tot2, starts, ends, token, rows, index, head, col, H: tl.constexpr, HX2: tl.constexpr, HY2: tl.constexpr,
+    D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr, STRIDE: tl.constexpr,
+    STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """(rows of x2 S^T, rows of y2 dS^T, sum over the opposite channels of S * dS [BD]), before any decay of this side."""
     from_start = tl.zeros([64, BD], tl.float32)
     from_end = tl.zeros([64, BD], tl.float32)
     through = tl.zeros([BD], tl.float32)
     for c2 in tl.range(0, D2, B2, num_stages=STAGES):
         S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
-        dS = load_state(ends, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
-        bx2 = _permuted(x2, token, rows, head // (H // HX2), c2, HX2, D2, B2, SIGN, EVEN)
-        by2 = _permuted(y2, token, rows, head // (H // HY2), c2, HY2, D2, B2, SIGN, EVEN)
+        bx2 = _opposite(x2, token, rows, index, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)
+        if ends is not None:
+            dS = load_state(ends, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
+            by2 = _opposite(y2, token, rows, index, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
         from_start = dot(bx2, tl.trans(S), from_start, DT, PREC)
-        from_end = dot(by2, tl.trans(dS), from_end, DT, PREC)
-        through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        if ends is not None:
+            from_end = dot(by2, tl.trans(dS), from_end, DT, PREC)
+            product = S.to(tl.float32) * dS.to(tl.float32)
+            if tot2 is not None:
+                product *= tl.load(tot2 + index * P2 + c2 + tl.arange(0, B2))[None, :]
+            through += tl.sum(product, 1)
     return _rows(from_start), _rows(from_end), through
 
 
 @triton.jit
-def side(
-    x, y, g, gs, gamma, M, near, totals, x2, y2, starts, ends, slots, scale, T, NT,
+def _side_one(
+    x, y, g, gs, gamma, M, near, totals, x2, y2, tot2, starts, ends, token, rows, seq, head, index, col, scale,
     dx, dy, dg,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
-    HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr, STRIDE: tl.constexpr,
-    STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr, APPROXIMATE: tl.constexpr,
-    STAGES: tl.constexpr, STATES_FIRST: tl.constexpr,
+    HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
+    STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+    APPROXIMATE: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BD own channels * slots, heads).
-
-    M [slots, H, 64, 64]: the opposite pairs, symmetric, in tile order; near: those inside blocks of 8 rows (`pairs_of_plain`).
-    totals [slots, H, 8, D]: each block's decay.
-
-    starts, ends [slots, H, K, V]: state before, adjoint after each slot; STRIDE and STRIDE2 are the own and the opposite
-    channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the pairs, which costs
-    registers and hides the time of a long loop over them.
-    """
     C: tl.constexpr = 64
     DT: tl.constexpr = M.dtype.element_ty
-    TILES: tl.constexpr = (D + BD - 1) // BD
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    col = (pid % TILES) * BD
-    s = pid // TILES
-    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
-    if rows <= 0:
-        return
-    index = s.to(tl.int64) * H + head
     M += index * (C * C)
     blk = tl.arange(0, 8)[None, :]
     c = col + tl.arange(0, BD)[:, None]
-    px = x + (token * HX + head // (H // HX)) * D + (blk * (8 * SIGN * HX * D) + c)  # [BD, 8]
-    py = y + (token * HY + head // (H // HY)) * D + (blk * (8 * SIGN * HY * D) + c)
+    py = y + (token * HY + head // (H // HY)) * D + (blk * (8 * SIGN * HY * D) + c)  # [BD, 8]
+    px = py
+    if x is not None:
+        px = x + (token * HX + head // (H // HX)) * D + (blk * (8 * SIGN * HX * D) + c)
     pg = g + (token * HG + head // (H // HG)) * D + (blk * (8 * SIGN * HG * D) + c)
     pm = near + index * 512 + (blk * 64 + (c - c))  # [BD, 8]: the same address in every channel, to keep the layout
     xs = ()
@@ -280,12 +230,15 @@ def side(
         if gamma is not None:
             log += tl.where(blk * 8 + t < rows, tl.load(gamma + seq * H + head).to(tl.float32), 0.0)
         es = es + (exp_of_log(log, APPROXIMATE),)
-        xs = xs + (_row(px + t * (SIGN * HX * D), blk * 8 + t, rows, c, D, BD, EVEN),)
+        if x is not None:
+            xs = xs + (_row(px + t * (SIGN * HX * D), blk * 8 + t, rows, c, D, BD, EVEN),)
+        else:  # everything that would come of it falls away
+            xs = xs + (tl.zeros([BD, 8], tl.float32),)
         ys = ys + (_row(py + t * (SIGN * HY * D), blk * 8 + t, rows, c, D, BD, EVEN),)
     if STATES_FIRST:
         start_rows, end_rows, through = _from_states(
-            x2, y2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, BD, B2, STRIDE, STRIDE2, SIGN, EVEN, DT,
-            PREC, STAGES,
+            x2, y2, tot2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2, SIGN,
+            EVEN, DT, PREC, STAGES,
         )  # fmt: skip
     dxs, dys, dgs = _near_pairs(pm, xs, ys, es)
     pre = (es[0],)
@@ -333,8 +286,8 @@ def side(
         whole += tl.where(_between(n, blk, 1), of16[:, None], 0.0) + tl.where(_between(n, blk, 2), of32[:, None], 0.0)
     if not STATES_FIRST:
         start_rows, end_rows, through = _from_states(
-            x2, y2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, BD, B2, STRIDE, STRIDE2, SIGN, EVEN, DT,
-            PREC, STAGES,
+            x2, y2, tot2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2, SIGN,
+            EVEN, DT, PREC, STAGES,
         )  # fmt: skip
     # The states are a level whose lower half is everything before the rows, or whose upper half is everything after them.
     dxs, dgs, starting = _add_start(start_rows, before * scale, xs, pre, dxs, dgs)
@@ -346,10 +299,55 @@ def side(
         whole += tl.where(blk < n, started[:, None], 0.0) + tl.where(blk > n, ended[:, None], 0.0)
     # The detour through a pair keeps the layout of S from spreading over all rows.
     whole += tl.split(tl.join(through, through))[0][:, None] * through_all
-    qx = dx + (token * H + head) * D + (blk * (8 * SIGN * H * D) + c)
-    qy = dy + (token * H + head) * D + (blk * (8 * SIGN * H * D) + c)
-    qg = dg + (token * H + head) * D + (blk * (8 * SIGN * H * D) + c)
+    at = (token * H + head) * D + (blk * (8 * SIGN * H * D) + c)
     for t in tl.static_range(8):
-        _store_row(qx + t * (SIGN * H * D), dxs[t], blk * 8 + t, rows, c, D, BD, EVEN)
-        _store_row(qy + t * (SIGN * H * D), dys[t], blk * 8 + t, rows, c, D, BD, EVEN)
-        _store_row(qg + t * (SIGN * H * D), dgs[t] + whole, blk * 8 + t, rows, c, D, BD, EVEN)
+        step = t * (SIGN * H * D)
+        if dx is not None:
+            _store_row(dx + at + step, dxs[t], blk * 8 + t, rows, c, D, BD, EVEN)
+        if dy is not None:
+            _store_row(dy + at + step, dys[t], blk * 8 + t, rows, c, D, BD, EVEN)
+        if dg is not None:
+            _store_row(dg + at + step, dgs[t] + whole, blk * 8 + t, rows, c, D, BD, EVEN)
+
+
+@triton.jit
+def side(
+    x, y, g, gs, gamma, M, near, totals, x2, y2, tot2, starts, ends, slots, mild, scale, T, NT, COUNT, filled_dx, filled_dy,
+    filled_dg,
+    dx, dy, dg,
+    H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
+    HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
+    STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+    APPROXIMATE: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Programs: tiles of BD own channels * groups of GROUP of COUNT slots * heads.
+
+    Chunks that are `mild` were done before, in the same memory. Forward (value side): x, ends, dy and dg are None, dx is the
+    output.
+
+    M [slots, H, 64, 64]: the opposite pairs, symmetric, in tile order; near: those inside blocks of 8 rows (`pairs_of_plain`,
+    `pairs_of_gated`). totals [slots, H, 8, D]: each block's decay.
+
+    x2, y2 [tokens, heads, D2], or, where the opposite side has a gate, [slots, H, 64, P2] with its decays in them, and tot2
+    [slots, H, P2] its decay over a slot (`_key.prepare`); P2 is 0 where it has none.
+
+    starts, ends [slots, H, K, V]: state before, adjoint after each slot; STRIDE and STRIDE2 are the own and the opposite
+    channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the pairs, which costs
+    registers and hides the time of a long loop over them.
+    """
+    TILES: tl.constexpr = (D + BD - 1) // BD
+    tile, head, unit = program_at(TILES, H)
+    first = unit * GROUP
+    if all_mild(mild, first, head, COUNT, H, GROUP):
+        return
+    for n in range(GROUP):
+        s = first + n
+        if s < COUNT:
+            token, rows, seq = slot_at(slots, s, T, NT, 64, SIGN)
+            index = s.to(tl.int64) * H + head
+            if (rows > 0) & (tl.load(mild + index) == 0):
+                _side_one(
+                    x, y, g, gs, gamma, M, near, totals, x2, y2, tot2, starts, ends, token, rows, seq, head, index,
+                    tile * BD, scale, dx, dy, dg, H, HX, HY, HG, HGS, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
+                    SIGN, EVEN, PREC, APPROXIMATE, STAGES, STATES_FIRST,
+                )  # fmt: skip

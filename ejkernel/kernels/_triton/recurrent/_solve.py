@@ -12,11 +12,11 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
-from ejkernel.kernels._triton.recurrent import _launch, _launch_key
+from ejkernel.kernels._triton.recurrent import _launch, _launch_both, _launch_key, _launch_wide
 from ejkernel.kernels._triton.recurrent._batching import foldable
 from ejkernel.kernels._triton.recurrent._candidates import refusal
 from ejkernel.kernels._triton.recurrent._launch import Call, shape, sides
-from ejkernel.kernels._triton.recurrent._plan import MAX_CHANNELS, Array, Plan
+from ejkernel.kernels._triton.recurrent._plan import MAX_CHANNELS, Array, Plan, owner
 from ejkernel.kernels._triton.recurrent._reverse_only import differentiable_once, not_differentiable
 
 DIFFERENTIABLE = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "initial_state")
@@ -105,12 +105,16 @@ def _launch_forward(
     call = Call.of(plan, arrays, cu_seqlens)
     if plan.schedule == "recurrent":
         return (*_launch.step_by_step(call), {})
+    if _launch_wide.fits(call):
+        return _launch_wide.forward(call, wanted is not None)
     if call.gated_by_head:
         keep = wanted is not None and not _by_passes(call, wanted)
         output, final, states = _launch.scalar_forward(call, keep)
         return output, final, {"states": states} if keep else {}
     if _launch_key.fits(call):
         return _launch_key.forward(call, wanted is not None)
+    if _launch_both.fits(call):
+        return _launch_both.forward(call, wanted is not None)
     starts, final = _launch.walk(call, arrays["key"], arrays["value"], call.get("initial_state"))
     key, value = sides(call, None)
     key_pairs = _launch.gated_pairs(call, key)
@@ -142,21 +146,23 @@ def _launch_backward(
         if "g_gamma" in arrays:
             grads["g_gamma"] = jnp.zeros_like(arrays["g_gamma"])  # nobody asks for it
         return {name: _reduced(grads[name], x) for name, x in arrays.items()}
-    if not saved and _launch_key.fits(call):  # the call itself went step by step and kept nothing
-        _, _, saved = _launch_key.forward(call, keep=True)
+    if not saved:  # the call itself went step by step and kept nothing
+        for prepared in (_launch_wide, _launch_key, _launch_both):
+            if prepared.fits(call):
+                _, _, saved = prepared.forward(call, keep=True)
     starts = saved["states"] if "states" in saved else _launch.walk(call, k, v, call.get("initial_state"))[0]
-    if call.gated_by_head and _launch.one_pass(call, q.shape[3]):
-        grads["value"], ends, grads["initial_state"] = _launch.scalar_backward_of_value(call, doutput, dfinal)
+    if _launch_wide.fits(call) or (call.gated_by_head and _launch.one_pass(call, q.shape[3])):
+        if _launch_wide.fits(call):
+            walked = _launch_wide.adjoint(call, doutput, saved, dfinal)
+        else:
+            walked = _launch.scalar_backward_of_value(call, doutput, dfinal)
+        grads["value"], ends, grads["initial_state"] = walked
         grads["query"], grads["key"], _, dlog = _launch.scalar_backward(call, doutput, starts, ends, of_value=False)
     elif call.gated_by_head:
         ends, grads["initial_state"] = _launch.walk(call, q, doutput, dfinal, adjoint=True)
         grads["query"], grads["key"], grads["value"], dlog = _launch.scalar_backward(call, doutput, starts, ends, of_value=True)
     else:
-        if "qd" in saved:
-            ends, grads["initial_state"] = _launch_key.adjoint(call, doutput, saved["qd"], saved["tot"], dfinal)
-        else:
-            ends, grads["initial_state"] = _launch.walk(call, q, doutput, dfinal, adjoint=True)
-        dlog = _gated_backward(call, doutput, saved, starts, ends, grads)
+        dlog = _gated_backward(call, doutput, saved, starts, dfinal, grads)
     grads["g"] = dlog
     if "g_gamma" in arrays:
         assert dlog is not None
@@ -165,14 +171,13 @@ def _launch_backward(
 
 
 def _gated_backward(
-    call: Call, do: Array, saved: dict[str, Any], starts: Array, ends: Array, grads: dict[str, Array | None]
+    call: Call, do: Array, saved: dict[str, Any], starts: Array, dfinal: Array | None, grads: dict[str, Array | None]
 ) -> Array | None:
-    """Fills in dq, dk, dv, dgk and dgv per query head; returns the gradient of the head's own log decay [B, T, H]."""
+    """Fills in all gradients per query head but g's and g_gamma's; returns that of the head's own log decay [B, T, H]."""
     key, value = sides(call, do)
     B, T, H, K, V = call.dims
     by_head = "g" in call.arrays or "g_gamma" in call.arrays
     on_key = by_head and key.gate is not None
-    pairs = saved["pairs"] if "pairs" in saved else _launch.gated_pairs(call, key)
 
     def gate(name: str, channels: int, summed: bool) -> dict[str, jax.ShapeDtypeStruct]:
         x = call.get(name)
@@ -181,15 +186,25 @@ def _gated_backward(
         return {"dg": shape((B, T, H, channels), np.float32 if summed else _launch.per_head_dtype(call, x))}
 
     q = call.arrays["query"]
-    out = {"dx": shape(q.shape, q.dtype), "dy": shape((B, T, H, K), _launch.per_head_dtype(call, key.y))}
-    out |= gate("gk", K, on_key)
-    if _launch_key.fits(call):
-        grads["query"], grads["key"], *dgk = _launch_key.backward(call, do, saved["totals"], starts, ends, out)
+    key_out = {"dx": shape(q.shape, q.dtype), "dy": shape((B, T, H, K), _launch.per_head_dtype(call, key.y))}
+    key_out |= gate("gk", K, on_key)
+    value_out = {"dy": shape((B, T, H, V), _launch.per_head_dtype(call, value.y)), **gate("gv", V, by_head and not on_key)}
+    if _launch_key.fits(call) or _launch_both.fits(call):
+        prepared = _launch_key.Prepared(*(saved[name] for name in _launch_key.Prepared._fields))
+    if _launch_both.fits(call):
+        of_keys, of_values, grads["initial_state"] = _launch_both.backward(
+            call, do, prepared, (saved["arranged"], saved["near"]), starts, dfinal, key_out, value_out
+        )
+    elif _launch_key.fits(call):
+        dv, ends, grads["initial_state"] = _launch_key.adjoint(call, do, prepared, dfinal)
+        of_keys, of_values = _launch_key.backward(call, do, prepared, starts, ends, key_out), [dv]
     else:
-        value_pairs = _launch.gated_pairs(call, value)
-        grads["query"], grads["key"], *dgk = _launch.one_side(call, key, value, value_pairs, starts, ends, out)
-    out = {"dy": shape((B, T, H, V), _launch.per_head_dtype(call, value.y)), **gate("gv", V, by_head and not on_key)}
-    grads["value"], *dgv = _launch.one_side(call, value, key, pairs, starts, ends, out)
+        pairs = saved["pairs"] if "pairs" in saved else _launch.gated_pairs(call, key)
+        ends, grads["initial_state"] = _launch.walk(call, q, do, dfinal, adjoint=True)
+        of_keys = _launch.one_side(call, key, value, _launch.gated_pairs(call, value), starts, ends, key_out)
+        of_values = _launch.one_side(call, value, key, pairs, starts, ends, value_out)
+    grads["query"], grads["key"], *dgk = of_keys
+    grads["value"], *dgv = of_values
     grads["gk"], grads["gv"] = dgk[0] if dgk else None, dgv[0] if dgv else None
     if not by_head:
         return None
@@ -203,7 +218,7 @@ def _per_sequence(dlog: Array, cu_seqlens: Array | None) -> Array:
     if cu_seqlens is None:
         return jnp.sum(dlog, 1)
     tokens = jnp.arange(dlog.shape[1], dtype=cu_seqlens.dtype)
-    sequence = jnp.searchsorted(cu_seqlens, tokens, side="right") - 1
+    sequence = owner(cu_seqlens, tokens)
     return jax.ops.segment_sum(dlog[0], sequence, num_segments=cu_seqlens.shape[0] - 1)
 
 

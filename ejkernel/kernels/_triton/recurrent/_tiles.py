@@ -16,6 +16,18 @@ import triton.language as tl
 
 
 @triton.jit
+def program_at(TILES: tl.constexpr, H: tl.constexpr):
+    """(tile, head, slot or segment or sequence) of a program: tiles count fastest, then heads.
+
+    What runs at one time then reads and writes whole rows of [tokens, heads, channels], and of packed segments, which are in
+    order of length, the long ones of all heads come first.
+    """
+    pid = tl.program_id(0)
+    rest = pid // TILES
+    return pid % TILES, rest % H, rest // H
+
+
+@triton.jit
 def slot_at(slots, s, T, NT, C: tl.constexpr, SIGN: tl.constexpr):
     """(token of row 0 as int64, rows in use, sequence) of slot s; slots: table [3, NT] of packed calls, or None."""
     if slots is not None:
@@ -31,6 +43,13 @@ def slot_at(slots, s, T, NT, C: tl.constexpr, SIGN: tl.constexpr):
         else:
             token = seq.to(tl.int64) * T + (T - 1 - begin)
     return token, rows, seq
+
+
+@triton.jit
+def all_mild(mild, first, head, COUNT, H: tl.constexpr, GROUP: tl.constexpr):
+    """Whether all of GROUP slots are `mild` [slots, H] in this head."""
+    s = first + tl.arange(0, GROUP)
+    return tl.min(tl.load(mild + s.to(tl.int64) * H + head, mask=s < COUNT, other=1), 0) == 1
 
 
 @triton.jit
@@ -185,33 +204,3 @@ def sums(which, x, PIECES: tl.constexpr):
         if PIECES > 2:
             total = tl.dot(which, (rest - piece.to(tl.float32)).to(tl.bfloat16), total)
     return total
-
-
-@triton.jit
-def decay_matrix(gs, log_decay, gamma_value, TRANSPOSED: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr):
-    """[C, C]: the decay from row s to row t of a head, 0 for s > t; element [t, s], or [s, t] when TRANSPOSED.
-
-    log_decay [C] holds every row's; without g the decay is a constant and a row's distance tells it. EXACT (float32): sums
-    over just the rows from s to t. Otherwise differences of running sums of log decays clamped to -90: a reset is still 0
-    (exp(-90) is), nothing is infinite, and the sums are right to 2^-24 of 64 * 90, a tenth of bfloat16's rounding at worst.
-    """
-    if TRANSPOSED:
-        t = tl.arange(0, C)[None, :]
-        s = tl.arange(0, C)[:, None]
-    else:
-        t = tl.arange(0, C)[:, None]
-        s = tl.arange(0, C)[None, :]
-    if gs is None:
-        logs = (t - s) * gamma_value
-    elif EXACT:
-        r = tl.arange(0, C)
-        logs = sums(upto(C), tl.where(r[:, None] > r[None, :], log_decay[:, None], 0.0), 3)
-        if TRANSPOSED:
-            logs = tl.trans(logs)
-    else:
-        running = tl.cumsum(tl.maximum(log_decay, -90.0), 0)
-        if TRANSPOSED:
-            logs = running[None, :] - running[:, None]
-        else:
-            logs = running[:, None] - running[None, :]
-    return tl.where(t >= s, tl.exp(logs), 0.0)

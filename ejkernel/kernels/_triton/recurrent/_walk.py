@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._triton.recurrent._decays import constant_decay, head_decays
 from ejkernel.kernels._triton.recurrent._tiles import (
     after,
     before,
@@ -23,6 +24,7 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     load_rows,
     load_state,
     onwards,
+    program_at,
     slot_at,
     store_state,
     sums,
@@ -32,9 +34,14 @@ from ejkernel.kernels._triton.recurrent._tiles import (
 
 
 @triton.jit
-def segment_at(segments, g, NT, NS, SC):
-    """(first slot, slots, sequence, place in the sequence, the sequence's segments); segments: table [5, NS] or None."""
+def segment_at(segments, n, NT, NS, SC):
+    """(segment, its first slot, slots, sequence, place in the sequence, the sequence's segments) of the n-th to be started.
+
+    segments: table [6, NS] of packed calls, or None.
+    """
+    g = n
     if segments is not None:
+        g = tl.load(segments + 5 * NS + n)
         first = tl.load(segments + g)
         count = tl.load(segments + NS + g)
         seq = tl.load(segments + 2 * NS + g)
@@ -46,7 +53,35 @@ def segment_at(segments, g, NT, NS, SC):
         total = NS
         first = seq * NT + place * SC
         count = tl.minimum(SC, NT - place * SC)
-    return first, count, seq, place, total
+    return g, first, count, seq, place, total
+
+
+@triton.jit
+def rows_of(slots, first, count, T, NT, C: tl.constexpr, SIGN: tl.constexpr):
+    """(token of the first row, rows) of a segment: its slots lie side by side, so a walk need not look up each of them."""
+    token, _, _ = slot_at(slots, first, T, NT, C, SIGN)
+    last = tl.maximum(count, 1) - 1
+    _, rows, _ = slot_at(slots, first + last, T, NT, C, SIGN)
+    return token, last * C + rows
+
+
+@triton.jit
+def slot_of(first, count, token0, rows_left, n, ADJOINT: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr):
+    """(slot, token of its row 0, its rows) of the n-th turn of a walk, which goes back in time when ADJOINT."""
+    i = n
+    if ADJOINT:
+        i = count - 1 - n
+    return first + i, token0 + i * (C * SIGN), tl.minimum(rows_left - i * C, C)
+
+
+@triton.jit
+def steps_of(
+    gs, gamma, token0, rows_left, n, count, seq, head, ADJOINT: tl.constexpr, H: tl.constexpr, HGS: tl.constexpr,
+    C: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """[C]: the log decays of the n-th chunk that a segment's walk comes to; 0 beyond the last one."""
+    _, token, rows = slot_of(0, count, token0, rows_left, n, ADJOINT, C, SIGN)
+    return head_log_decay(gs, gamma, token, tl.where(n < count, rows, 0), seq, head, 0, H, HGS, C, SIGN)
 
 
 @triton.jit
@@ -79,9 +114,10 @@ def walk(
     states, final, decay_a, decay_b,
     H: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr, HGA: tl.constexpr, HGB: tl.constexpr, HGS: tl.constexpr,
     DA: tl.constexpr, DB: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
-    EVEN: tl.constexpr, ADJOINT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ADJOINT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, PIECES: tl.constexpr, EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of a * tiles of b * segments, heads).
+    """Programs: tiles of a * tiles of b * segments * heads.
 
     states [slots, H, DA, DB] may be None; final is [N, H, DA, DB], or, with decay_a given (SEGMENT), each segment's own end.
     """
@@ -89,12 +125,10 @@ def walk(
     TB: tl.constexpr = (DB + BB - 1) // BB
     SEGMENT: tl.constexpr = decay_a is not None
     SCALAR: tl.constexpr = (ga is None) and (gb is None) and ((gs is not None) or (gamma is not None))
-    pid = tl.program_id(0)
-    head = tl.program_id(1)
-    b = (pid % TB) * BB
-    a = (pid // TB % TA) * BA
-    g = pid // (TA * TB)
-    first, count, seq, place, total = segment_at(segments, g, NT, NS, SC)
+    tile, head, unit = program_at(TA * TB, H)
+    b = (tile % TB) * BB
+    a = (tile // TB) * BA
+    g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
     if seq < 0:
         return
     if SEGMENT:  # nobody starts from the end of the segment that is walked last
@@ -110,17 +144,20 @@ def walk(
     kept_a = tl.full([BA], 1.0, tl.float32)
     kept_b = tl.full([BB], 1.0, tl.float32)
     row = seq.to(tl.int64) * H + head
+    constant = constant_decay(gamma, seq, head, H)
     if not SEGMENT:
         if begin is not None:
             S += load_state(begin, row, a, b, DA, DB, DB, 1, BA, BB).to(tl.float32)
         if ends is not None:
             S = combined(S, ends, end_decay_a, end_decay_b, g, place, total, head, a, b, ADJOINT, H, DA, DB, BA, BB)
+    token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
+    if SCALAR:
+        next_steps = steps_of(gs, gamma, token0, rows_left, 0, count, seq, head, ADJOINT, H, HGS, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
-        if ADJOINT:
-            s = first + count - 1 - n
-        else:
-            s = first + n
-        token, rows, _ = slot_at(slots, s, T, NT, C, SIGN)
+        s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
+        if SCALAR:
+            steps = next_steps  # read a turn ahead: nothing else would hide the wait for them
+            next_steps = steps_of(gs, gamma, token0, rows_left, n + 1, count, seq, head, ADJOINT, H, HGS, C, SIGN)
         if not SEGMENT:
             store_state(states, S, s.to(tl.int64) * H + head, a, b, DA, DB, BA, BB)
         va = load_rows(xa, token, rows, head // (H // HA), a, HA, DA, C, BA, SIGN, EVEN)  # [C, BA]
@@ -151,14 +188,10 @@ def walk(
             if SEGMENT:
                 kept_b *= tot_b
         if SCALAR:
+            _, pre, suf, tot = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+            factor = suf
             if ADJOINT:
-                ls = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
-                tot = tl.exp(tl.sum(ls, 0))
-                factor = tl.exp(tl.cumsum(ls, 0))
-            else:
-                ls = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
-                tot = tl.exp(tl.sum(head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN), 0))
-                factor = tl.exp(tl.cumsum(ls, 0, reverse=True))
+                factor = pre
             vb = vb.to(tl.float32) * factor[:, None]
             S = S * tot
             if SEGMENT:

@@ -1,0 +1,78 @@
+"""The decays of a whole head (g of rank 3, g_gamma) over one chunk.
+
+Where products have float32's digits (EXACT) every log decay is summed over just the rows it spans. Otherwise they are
+differences of one running sum of log decays clamped to -90: a reset is still 0 (exp(-90) is), nothing is infinite, and the sums
+are right to 2^-24 of 64 * 90, a tenth of bfloat16's rounding at worst. Without g a row's distance tells its decay, exactly.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton.recurrent._tiles import head_log_decay, sums, upto
+
+
+@triton.jit
+def constant_decay(gamma, seq, head, H: tl.constexpr):
+    """The log decay that g_gamma gives every step of a head; 0 without it."""
+    value = 0.0
+    if gamma is not None:
+        value = tl.maximum(tl.load(gamma + seq * H + head).to(tl.float32), -1e30)
+    return value
+
+
+@triton.jit
+def head_decays(
+    gs, gamma, steps, constant, token, rows, seq, head, H: tl.constexpr, HGS: tl.constexpr, C: tl.constexpr,
+    SIGN: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """(log decays for `decay_matrix` [C], decay up to and with each row [C], decay after it [C], decay of the chunk).
+
+    steps [C]: the rows' own log decays, of `head_log_decay`; constant: of `constant_decay`, all that is read without g.
+    """
+    r = tl.arange(0, C)
+    if gs is None:
+        logs = tl.zeros([C], tl.float32)
+        upto_row = tl.minimum(r + 1, rows) * constant
+        after_row = tl.maximum(rows - 1 - r, 0) * constant
+        whole = rows * constant
+    elif EXACT:
+        logs = steps
+        following = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
+        upto_row = tl.cumsum(logs, 0)
+        after_row = tl.cumsum(following, 0, reverse=True)
+        whole = tl.sum(logs, 0)
+    else:
+        clamped = tl.maximum(steps, -90.0)
+        logs = tl.cumsum(clamped, 0)
+        upto_row = logs
+        whole = tl.sum(clamped, 0)
+        after_row = whole - logs
+    return logs, tl.exp(upto_row), tl.exp(after_row), tl.exp(whole)
+
+
+@triton.jit
+def decay_matrix(gs, logs, constant, TRANSPOSED: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr):
+    """[C, C]: the decay from row s to row t of a head, 0 for s > t; element [t, s], or [s, t] when TRANSPOSED.
+
+    logs [C]: what `head_decays` gave; not read without g.
+    """
+    if TRANSPOSED:
+        t = tl.arange(0, C)[None, :]
+        s = tl.arange(0, C)[:, None]
+    else:
+        t = tl.arange(0, C)[:, None]
+        s = tl.arange(0, C)[None, :]
+    if gs is None:
+        between = (t - s) * constant
+    elif EXACT:
+        r = tl.arange(0, C)
+        between = sums(upto(C), tl.where(r[:, None] > r[None, :], logs[:, None], 0.0), 3)
+        if TRANSPOSED:
+            between = tl.trans(between)
+    elif TRANSPOSED:
+        between = logs[None, :] - logs[:, None]
+    else:
+        between = logs[:, None] - logs[None, :]
+    return tl.where(t >= s, tl.exp(between), 0.0)

@@ -1,0 +1,193 @@
+"""Chunks of 64 rows whose decays per channel are mild: the short form of `_key.prepare` and `_side.side`, bfloat16.
+
+Where the log decays of a chunk add up to at most `MILD` in every channel, decays between rows s <= t can be divided in the
+middle of the chunk for all pairs at once: with c the running sum of log decays and m half of its last value,
+
+    exp(c_t - c_s) = exp(c_t - m) exp(m - c_s),    both factors between exp(-MILD / 2) and exp(MILD / 2),
+
+so nothing overflows, nothing is lost to rounding that bfloat16 would keep, and a chunk's pairs are one product instead of a
+tree of them. Which chunks are mild is found on the device; all others (a reset, -inf) are left to the exact tree.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton.recurrent._key import exp_of_log
+from ejkernel.kernels._triton.recurrent._tiles import (
+    channel_log_decay,
+    dot,
+    load_rows,
+    load_state,
+    onwards,
+    program_at,
+    slot_at,
+    store_rows,
+    sums,
+    upto,
+)
+
+MILD = tl.constexpr(80.0)  # products of pairs that are masked reach exp(MILD) and must stay below float32's largest
+
+
+@triton.jit
+def _from_middle(logs, PIECES: tl.constexpr):
+    """(c - m [C, BD], exp(m) [BD]) of log decays [C, BD]."""
+    c = sums(upto(logs.shape[0]), logs, PIECES)
+    m = tl.sum(logs, 0) * 0.5
+    return c - m[None, :], tl.exp(m)
+
+
+@triton.jit
+def mild_prepare(
+    q, k, g, gs, gamma, slots, scale, T, NT,
+    A, qd, kd, tot, mild,
+    H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr, APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    """Programs: slots * heads. `_key.prepare` for mild chunks.
+
+    mild [slots, H]: 1 where the chunk is mild, else 0: what is left of it then may be anything, and `prepare` writes over it.
+    (Looking first and returning would read the gates twice, one wait after the other.)
+    """
+    C: tl.constexpr = 64
+    DT: tl.constexpr = kd.dtype.element_ty
+    _, head, s = program_at(1, H)
+    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    index = s.to(tl.int64) * H + head
+    if rows <= 0:
+        tl.store(mild + index, 1)
+        return
+    r = tl.arange(0, C)
+    pairs = tl.zeros([C, C], tl.float32)
+    span = 0.0
+    for col in range(0, KP, BK):
+        bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN)
+        if q is not None:
+            bq = load_rows(q, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
+        logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, K, C, BK, SIGN, EVEN)  # [C, BK]
+        span = tl.maximum(span, tl.max(tl.sum(tl.abs(logs), 0), 0))
+        c, half = _from_middle(logs, PIECES)
+        bk = bk.to(tl.float32) * exp_of_log(-c, APPROXIMATE)
+        at = index * (C * KP) + (r[:, None] * KP + (col + tl.arange(0, BK))[None, :])
+        tl.store(kd + at, (bk * half[None, :]).to(DT))
+        if q is not None:
+            bq = bq.to(tl.float32) * (exp_of_log(c, APPROXIMATE) * scale)
+            tl.store(qd + at, (bq * half[None, :]).to(DT))
+            # Rounded once, when they are stored: in bfloat16 these factors would cost as much accuracy as all the rest.
+            pairs = tl.dot(bq, tl.trans(bk), pairs, input_precision="tf32")
+        tl.store(tot + index * KP + col + tl.arange(0, BK), half * half)
+    if q is not None:
+        pairs = tl.where(r[:, None] >= r[None, :], pairs, 0.0)
+        tl.store(A + index * (C * C) + (r[:, None] * C + r[None, :]), pairs.to(DT))
+    tl.store(mild + index, (span <= MILD).to(tl.int32))
+
+
+@triton.jit
+def _opposite(
+    x, token, rows, index, head, col, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """[64, BD] of x [tokens, HEADS, D], or, with P > 0, of what `prepared` rows [slots, H, 64, P] hold."""
+    if P > 0:
+        return tl.load(x + index * (64 * P) + (tl.arange(0, 64)[:, None] * P + (col + tl.arange(0, BD))[None, :]))
+    else:
+        return load_rows(x, token, rows, head // (H // HEADS), col, HEADS, D, 64, BD, SIGN, EVEN)
+
+
+@triton.jit
+def _passed(S, dS, tot2, index, c2, P2: tl.constexpr, B2: tl.constexpr):
+    """[BD]: what passes through the chunk, of states [BD, B2] before and adjoints after it, times the opposite decay."""
+    product = S.to(tl.float32) * dS.to(tl.float32)
+    if tot2 is not None:
+        product *= tl.load(tot2 + index * P2 + c2 + tl.arange(0, B2))[None, :]
+    return tl.sum(product, 1)
+
+
+@triton.jit
+def mild_side(
+    x, y, g, gs, gamma, A2, x2, y2, tot2, starts, ends, mild, slots, scale, T, NT,
+    dx, dy, dg,
+    H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
+    HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
+    STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+    PIECES: tl.constexpr, APPROXIMATE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Programs: tiles of BD own channels * slots * heads. `_side.side` for mild chunks.
+
+    A2 [slots, H, 64, 64]: the opposite pairs where the opposite side has a gate (P2 > 0), else None: they are x2 y2^T.
+    """
+    C: tl.constexpr = 64
+    # Opposite rows and states are read once where that takes several turns; a single turn reads them again instead, when few
+    # registers are in use (H200: 0.81 against 1.04 ms with 512 opposite channels, 0.47 against 0.44 with 128).
+    TOGETHER: tl.constexpr = D2 > B2
+    DT: tl.constexpr = starts.dtype.element_ty
+    TILES: tl.constexpr = (D + BD - 1) // BD
+    tile, head, s = program_at(TILES, H)
+    col = tile * BD
+    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    index = s.to(tl.int64) * H + head
+    if rows <= 0:
+        return
+    if tl.load(mild + index) == 0:
+        return
+    r = tl.arange(0, C)
+    M = tl.zeros([C, C], tl.float32)  # the opposite pairs
+    ax = tl.zeros([C, BD], tl.float32)  # adjoint of x exp(c - m): from the state before the chunk, then from pairs
+    ay = tl.zeros([C, BD], tl.float32)  # adjoint of y exp(m - c)
+    through = tl.zeros([BD], tl.float32)
+    if A2 is not None:
+        M += tl.load(A2 + index * (C * C) + (r[:, None] * C + r[None, :])).to(tl.float32)
+    for c2 in tl.range(0, D2, B2, num_stages=STAGES):
+        bx2 = _opposite(x2, token, rows, index, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)  # [C, B2]
+        if dy is not None:
+            by2 = _opposite(y2, token, rows, index, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
+            if A2 is None:
+                M = dot(bx2, tl.trans(by2), M, DT, PREC)
+        if TOGETHER:
+            S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
+            ax = dot(bx2, tl.trans(S), ax, DT, PREC)
+            if dy is not None:
+                dS = load_state(ends, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
+                ay = dot(by2, tl.trans(dS), ay, DT, PREC)
+                if dg is not None:
+                    through += _passed(S, dS, tot2, index, c2, P2, B2)
+    M = (tl.where(r[:, None] >= r[None, :], M, 0.0) * scale).to(DT)
+    logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, D, C, BD, SIGN, EVEN)  # [C, BD]
+    c, half = _from_middle(logs, PIECES)
+    by = load_rows(y, token, rows, head // (H // HY), col, HY, D, C, BD, SIGN, EVEN)
+    by = (by.to(tl.float32) * exp_of_log(-c, APPROXIMATE)).to(DT)
+    if dy is not None:
+        bx = load_rows(x, token, rows, head // (H // HX), col, HX, D, C, BD, SIGN, EVEN)
+        bx = (bx.to(tl.float32) * exp_of_log(c, APPROXIMATE)).to(DT)
+    if not TOGETHER:
+        for c2 in tl.range(0, D2, B2, num_stages=STAGES):
+            S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
+            bx2 = _opposite(x2, token, rows, index, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)
+            ax = dot(bx2, tl.trans(S), ax, DT, PREC)
+    ax = tl.dot(M, by, ax * (half * scale)[None, :])
+    if dy is not None:
+        if not TOGETHER:
+            for c2 in tl.range(0, D2, B2, num_stages=STAGES):
+                dS = load_state(ends, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
+                by2 = _opposite(y2, token, rows, index, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
+                ay = dot(by2, tl.trans(dS), ay, DT, PREC)
+                if dg is not None:
+                    S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
+                    through += _passed(S, dS, tot2, index, c2, P2, B2)
+        ay *= half[None, :]
+        if dg is not None:
+            # The decay of row j is in what every row t >= j reads and in what is read of every row s < j. A pair (t, s) counts
+            # at t and, negative, at s, by the very same products: from rows before both nothing of it is left to see.
+            everything = through * half * half + tl.sum(by.to(tl.float32) * ay, 0)
+        ay = tl.dot(tl.trans(M), bx, ay)
+        if dg is not None:
+            found = sums(onwards(C), bx.to(tl.float32) * ax - by.to(tl.float32) * ay, 2) + everything[None, :]
+            store_rows(dg, found, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
+            # Once more instead of kept: the registers are needed in between.
+            logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, D, C, BD, SIGN, EVEN)
+            c, _ = _from_middle(logs, PIECES)
+        store_rows(dy, exp_of_log(-c, APPROXIMATE) * ay, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
+    if dx is not None:
+        store_rows(dx, exp_of_log(c, APPROXIMATE) * ax, token, rows, head, col, H, D, C, BD, SIGN, EVEN)

@@ -1,0 +1,52 @@
+"""How packed calls are cut into slots and segments."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="the triton platform needs Triton")
+
+from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._linear.platform_function import recurrent_problem
+from ejkernel.kernels._triton.recurrent import _plan
+from ejkernel.kernels._triton.recurrent._plan import Plan, Segments, Slots, owner
+
+
+def packed(lengths, reverse=False):
+    T = sum(lengths)
+    cu_seqlens = jnp.cumsum(jnp.asarray([0, *lengths], jnp.int32), dtype=jnp.int32)
+    x = jnp.ones((1, T, 1, 16), jnp.bfloat16)
+    problem = recurrent_problem(x, x, x, cu_seqlens=cu_seqlens, reverse=reverse)
+    return Slots.of(Plan.of(problem, LinearConfig("chunked", 64)), 1, T, cu_seqlens)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_slots_hold_every_token_once(reverse):
+    lengths = [5, 0, 200, 64, 0, 129]
+    token, rows, seq = np.asarray(packed(lengths, reverse).table)
+    sign = -1 if reverse else 1
+    tokens = np.concatenate([t + sign * np.arange(n) for t, n in zip(token, rows, strict=True)])
+    np.testing.assert_array_equal(np.sort(tokens), np.arange(sum(lengths)))
+    np.testing.assert_array_equal(np.bincount(seq, rows, minlength=6), lengths)
+
+
+def test_segments_start_with_the_longest_and_hold_every_slot_once():
+    lengths = [96, 4100, 777, 0, 2048, 300, 5000]
+    slots = packed(lengths)
+    segments = Segments.of(slots, len(lengths), len(lengths) * 16)
+    first, count, seq, place, total, order = np.asarray(segments.table)
+    np.testing.assert_array_equal(np.sort(order), np.arange(segments.count))
+    assert (np.diff(count[order]) <= 0).all()
+    used = seq >= 0
+    held = np.concatenate([np.arange(f, f + n) for f, n in zip(first[used], count[used], strict=True)])
+    np.testing.assert_array_equal(np.sort(held), np.arange(sum(-(-n // 64) for n in lengths)))
+    assert max(count) < 79  # the longest sequence is split
+    for i in range(len(lengths)):  # also the empty one has a segment: it hands its state on
+        np.testing.assert_array_equal(place[seq == i], np.arange(total[seq == i][0]))
+
+
+@pytest.mark.parametrize("limit", [1 << 22, 0], ids=["compared with all", "searched"])
+def test_owner(limit, monkeypatch):
+    monkeypatch.setattr(_plan, "COMPARE_ALL", limit)
+    first = jnp.asarray([0, 2, 2, 5, 9])
+    np.testing.assert_array_equal(owner(first, jnp.arange(11)), [0, 0, 2, 2, 2, 3, 3, 3, 3, 3, 3])
