@@ -201,13 +201,6 @@ def prepare(
 
 
 @triton.jit
-def decay_of(tot, first, count, n, head, c, ADJOINT: tl.constexpr, H: tl.constexpr, KP: tl.constexpr):
-    """The decays of channels c over the n-th chunk that a segment's walk comes to; 1 beyond the last one."""
-    s, _, _ = slot_of(first, count, 0, 0, n, ADJOINT, 64, 1)
-    return tl.load(tot + (s.to(tl.int64) * H + head) * KP + c, mask=c < tl.where(n < count, KP, 0), other=1.0)
-
-
-@triton.jit
 def outputs(
     qd, kd, tot, A, v, begin, ends, end_decay, slots, segments, T, NT, NS, SC,
     o, final, states, decay,
@@ -243,15 +236,13 @@ def outputs(
     if ends is not None:
         S = combined(S, ends, end_decay, None, g, place, total, head, 0, b, ADJOINT, H, K, V, KP, BV)
     token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
-    next_bt = decay_of(tot, first, count, 0, head, ck, ADJOINT, H, KP)
     for n in tl.range(count, num_stages=STAGES):
         s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
         index = s.to(tl.int64) * H + head
         at = index * (C * KP) + (r[:, None] * KP + ck[None, :])
         bk = tl.load(kd + at)  # [C, KP]
         bv = load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN).to(bk.dtype)  # [C, BV]
-        bt = next_bt  # read a turn ahead, as nothing else would hide the wait for it
-        next_bt = decay_of(tot, first, count, n + 1, head, ck, ADJOINT, H, KP)  # [KP]
+        bt = tl.load(tot + index * KP + ck)  # [KP]
         if SEGMENT:
             kept *= bt
         else:

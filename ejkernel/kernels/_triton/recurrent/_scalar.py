@@ -84,29 +84,34 @@ def forward(
         bv = load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN)  # [C, BV]
         if states is not None:
             store_state(states, S, s.to(tl.int64) * H + head, 0, b, K, V, BK, BV)
-        bo = dot(bq, S, None, DT, PREC)  # [C, BV]
         if GATED:
             logs, pre, suf, kept = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
             if gs is not None:
                 D = decay_matrix(gs, logs, constant, ADJOINT, C, EXACT)
-            S *= kept
-        A = dot(bq, tl.trans(bk.to(DT)), None, DT, PREC) * D  # [C, C]
+        # What the products read from shared memory is made before the first of them: they then wait for it once.
+        passed = bv
         if ADJOINT:  # the state holds scale times what it sums, since its beginning does
             if GATED:
-                bo *= suf[:, None]
                 passed = bv.to(tl.float32) * (pre * scale)[:, None]
             else:
                 passed = bv.to(tl.float32) * scale
+        elif GATED:
+            passed = bv.to(tl.float32) * suf[:, None]
+        passed = passed.to(DT)
+        bo = dot(bq, S, None, DT, PREC)  # [C, BV]
+        A = dot(bq, tl.trans(bk.to(DT)), None, DT, PREC) * D  # [C, C]
+        if GATED:
+            S *= kept
+        S = dot(tl.trans(bk.to(DT)), passed, S, DT, PREC)
+        if ADJOINT:
+            if GATED:
+                bo *= suf[:, None]
             bo = dot(A * scale, bv, bo, DT, PREC)
         else:
             if GATED:
                 bo *= pre[:, None]
-                passed = bv.to(tl.float32) * suf[:, None]
-            else:
-                passed = bv
             bo = dot(A, bv, bo, DT, PREC) * scale
         store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
-        S = dot(tl.trans(bk.to(DT)), passed, S, DT, PREC)
     if final is not None:
         last = place == total - 1
         if ADJOINT:
@@ -191,6 +196,7 @@ def backward(
 ):  # fmt: skip
     """Programs: slots * heads. dq, dk [tokens, H, K], dv [tokens, H, V] or None; dg [tokens, H] (None without a gate)."""
     GATED: tl.constexpr = (gs is not None) or (gamma is not None)
+    ONE: tl.constexpr = (K <= BK) and (V <= BV)  # everything fits one tile, and is read once and at once
     _, head, s = program_at(1, H)
     kv = head // (H // HK)
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
@@ -200,15 +206,25 @@ def backward(
     t = tl.arange(0, C)[:, None]
     u = tl.arange(0, C)[None, :]
     A = tl.zeros([C, C], tl.float32)  # q k^T
-    for c in range(0, K, BK):
-        bq = load_rows(q, token, rows, head, c, H, K, C, BK, SIGN, EVEN)
-        bk = load_rows(k, token, rows, kv, c, HK, K, C, BK, SIGN, EVEN)
-        A = dot(bq, tl.trans(bk.to(DT)), A, DT, PREC)
     dA = tl.zeros([C, C], tl.float32)  # do v^T
-    for c in range(0, V, BV):
-        bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
-        bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
+    if ONE:
+        bq = load_rows(q, token, rows, head, 0, H, K, C, BK, SIGN, EVEN)
+        bk = load_rows(k, token, rows, kv, 0, HK, K, C, BK, SIGN, EVEN)
+        bd = load_rows(do, token, rows, head, 0, H, V, C, BV, SIGN, EVEN)
+        bv = load_rows(v, token, rows, kv, 0, HK, V, C, BV, SIGN, EVEN)
+        S = load_state(starts, index, 0, 0, K, V, V, 1, BK, BV)  # [BK, BV]
+        dS = load_state(ends, index, 0, 0, K, V, V, 1, BK, BV)
+        A = dot(bq, tl.trans(bk.to(DT)), A, DT, PREC)
         dA = dot(bd, tl.trans(bv.to(DT)), dA, DT, PREC)
+    else:
+        for c in range(0, K, BK):
+            bq = load_rows(q, token, rows, head, c, H, K, C, BK, SIGN, EVEN)
+            bk = load_rows(k, token, rows, kv, c, HK, K, C, BK, SIGN, EVEN)
+            A = dot(bq, tl.trans(bk.to(DT)), A, DT, PREC)
+        for c in range(0, V, BV):
+            bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
+            bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
+            dA = dot(bd, tl.trans(bv.to(DT)), dA, DT, PREC)
     if GATED:
         constant = constant_decay(gamma, seq, head, H)
         steps = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
@@ -230,15 +246,17 @@ def backward(
     at_suffix = tl.zeros([C], tl.float32)
     through = 0.0
     for a in range(0, K, BK):
-        bq = load_rows(q, token, rows, head, a, H, K, C, BK, SIGN, EVEN)  # [C, BK]
-        bk = load_rows(k, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)
+        if not ONE:
+            bq = load_rows(q, token, rows, head, a, H, K, C, BK, SIGN, EVEN)  # [C, BK]
+            bk = load_rows(k, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)
         xq = tl.zeros([C, BK], tl.float32)
         xk = tl.zeros([C, BK], tl.float32)
         for c in range(0, V, BV):
-            bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)  # [C, BV]
-            bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
-            S = load_state(starts, index, a, c, K, V, V, 1, BK, BV)  # [BK, BV]
-            dS = load_state(ends, index, a, c, K, V, V, 1, BK, BV)
+            if not ONE:
+                bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)  # [C, BV]
+                bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
+                S = load_state(starts, index, a, c, K, V, V, 1, BK, BV)  # [BK, BV]
+                dS = load_state(ends, index, a, c, K, V, V, 1, BK, BV)
             xq = dot(bd, tl.trans(S.to(DT)), xq, DT, PREC)
             xk = dot(bv, tl.trans(dS.to(DT)), xk, DT, PREC)
             if GATED:
