@@ -75,10 +75,8 @@ class Case:
 PACKED = (0, 5, 5, 37, 64)
 INTERPRETED = [
     Case(("g",), "-inf", shape=(1, 40, 2, 2, 16, 24), block_q=32),
-    Case(("g", "g_gamma"), "resets", shape=(1, 64, 2, 1, 16, 16), cu_seqlens=PACKED, state=True, gate_heads="Hkv"),
     Case(("gk",), "near -20", shape=(1, 32, 1, 1, 40, 16), block_q=32),
     Case(("gv",), "strong", shape=(1, 33, 2, 2, 5, 19), state=True),
-    Case(("g", "gk", "gv", "g_gamma"), "mild", shape=(1, 64, 2, 1, 16, 16), cu_seqlens=PACKED, reverse=True, state=True),
     Case(("g", "gv"), "positive", shape=(1, 20, 2, 1, 16, 16)),
     Case(("gk",), "mild", dtype="bfloat16", gate_dtype="bfloat16", shape=(1, 40, 2, 2, 16, 16), state=True),
     Case(("g", "gk", "g_gamma"), "-inf", dtype="bfloat16", shape=(1, 100, 2, 1, 24, 16), state=True, block_q=64, reverse=True),
@@ -97,6 +95,6 @@ INTERPRETED = [
     Case((), dtype="bfloat16", shape=(1, 70, 2, 1, 200, 16), block_q=64),
     Case(("g_gamma",), dtype="bfloat16", shape=(1, 300, 2, 1, 24, 16), state=True),
     Case(("g",), "mild", dtype="bfloat16", shape=(1, 40, 2, 2, 16, 16), state=True),
-    Case(("g", "gk", "gv", "g_gamma"), "-inf", shape=(2, 3, 4, 2, 5, 19), schedule="recurrent", state=True),
+    Case(("g", "gk", "gv", "g_gamma"), "-inf", shape=(1, 3, 2, 1, 5, 19), schedule="recurrent", state=True),
     Case(("g_gamma",), schedule="recurrent", shape=(1, 64, 2, 1, 16, 16), cu_seqlens=PACKED, reverse=True),
 ]
