@@ -28,7 +28,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 test: lint typecheck docs
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 demo: setup
 	$(BIN)/ejkernel bench --summary --lengths 256,1024,4096 --seconds 0.3 --plot demo.png

@@ -111,6 +111,8 @@ def forget_tuning() -> None:
     Flash-linear-attention's autotuners store their choice by channels and heads, not by length or batch: without this a shape
     runs with the tiles that were best for another one.
     """
+    import fla.ops.gla
+    import fla.ops.simple_gla  # noqa: F401  # what is not imported yet cannot be told
     from triton.runtime.autotuner import Autotuner
 
     for thing in gc.get_objects():

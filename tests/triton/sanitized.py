@@ -25,19 +25,21 @@ from ejkernel.kernels._triton.recurrent import recurrent
 from tests.triton.linear_cases import Case
 
 PACKED = (0, 5, 5, 70, 130)
+RESETS = "resets now and then"  # some chunks are mild, others are not: both ways are watched
 BF16: dict[str, Any] = {"dtype": "bfloat16", "gate_dtype": "bfloat16", "block_q": 64, "state": True}
 CASES = [
     Case((), shape=(1, 70, 2, 1, 40, 24), **BF16),
     Case((), shape=(1, 2100, 1, 1, 24, 40), **BF16),  # splits the sequence
     Case(("g",), shape=(1, 70, 2, 1, 100, 36), block_q=32, state=True),
     Case(("g",), shape=(1, 70, 1, 1, 300, 70), **BF16),
+    Case(("g",), shape=(1, 70, 1, 1, 140, 24), **BF16),
     Case(("g_gamma",), shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, **BF16),
-    Case(("gk",), shape=(1, 70, 2, 1, 100, 36), **BF16),
-    Case(("gk",), shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, reverse=True, **BF16),
+    Case(("gk",), RESETS, shape=(1, 70, 2, 1, 100, 36), **BF16),
+    Case(("gk",), RESETS, shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, reverse=True, **BF16),
     Case(("gk",), shape=(1, 2100, 1, 1, 24, 40), **BF16),
     Case(("gk",), shape=(1, 70, 1, 1, 24, 40), block_q=32, state=True),
     Case(("gv",), shape=(1, 70, 1, 1, 24, 40), **BF16),
-    Case(("g", "gk", "gv", "g_gamma"), shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, **BF16),
+    Case(("g", "gk", "gv", "g_gamma"), RESETS, shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, **BF16),
     Case(("g", "gk", "gv", "g_gamma"), shape=(3, 3, 4, 2, 40, 24), schedule="recurrent", **BF16),
     Case(("gk",), shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, schedule="recurrent", reverse=True, **BF16),
 ]

@@ -31,7 +31,7 @@ def problem(gates, K=128, V=128, dtype="bfloat16"):
     return jax.eval_shape(lambda arrays: recurrent_problem(**arrays), arguments(gates, K, V, dtype))
 
 
-def launches(monkeypatch, gates, cfg):
+def launches(monkeypatch, gates, cfg, K=128, V=128):
     """What every kernel of a call and of its gradient is launched with; nothing is compiled or run."""
     seen: list[tuple[str, str]] = []
 
@@ -44,24 +44,26 @@ def launches(monkeypatch, gates, cfg):
             monkeypatch.setattr(module, "triton_call", note)
     jax.clear_caches()
     loss = lambda arrays: sum(x.astype(jnp.float32).sum() for x in recurrent(**arrays, cfg=cfg))
-    jax.make_jaxpr(jax.grad(loss))(arguments(gates, 128, 128, "bfloat16"))
+    jax.make_jaxpr(jax.grad(loss))(arguments(gates, K, V, "bfloat16"))
     jax.clear_caches()
     return seen
 
 
-@pytest.mark.parametrize("schedule", ["chunked", "recurrent"])
-@pytest.mark.parametrize("gates", GATES, ids="+".join)
-def test_every_field_has_an_effect_or_is_refused(gates, schedule, monkeypatch):
+CALLS = [(gates, schedule, (128, 128)) for gates in GATES for schedule in ("chunked", "recurrent")]
+
+
+@pytest.mark.parametrize(("gates", "schedule", "size"), [*CALLS, (("g",), "chunked", (256, 512))], ids=str)
+def test_every_field_has_an_effect_or_is_refused(gates, schedule, size, monkeypatch):
     plain = LinearConfig(schedule=schedule)
-    usual = launches(monkeypatch, gates, plain)
+    usual = launches(monkeypatch, gates, plain, *size)
     assert usual
     for field, value in FIELDS.items():
         cfg = dataclasses.replace(plain, **{field: value})
-        if refusal(problem(gates), cfg) is None:
-            assert launches(monkeypatch, gates, cfg) != usual, field
+        if refusal(problem(gates, *size), cfg) is None:
+            assert launches(monkeypatch, gates, cfg, *size) != usual, field
         else:
             with pytest.raises(ValueError, match=field):
-                launches(monkeypatch, gates, cfg)
+                launches(monkeypatch, gates, cfg, *size)
 
 
 def test_refusals():

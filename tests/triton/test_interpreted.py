@@ -71,6 +71,16 @@ def test_constant_decay_needs_no_states_unless_its_gradient_is_asked_for():
         assert relative_rms(by_passes[name], with_gamma[name]) < 2e-6, name
 
 
+@pytest.mark.parametrize("gates", [("gk",), ("gk", "gv")], ids="+".join)
+def test_traced_scale_in_bfloat16(gates):
+    case = Case(gates, shape=(1, 70, 1, 1, 16, 16), dtype="bfloat16", block_q=64)
+    arrays, (wo, _) = case.arrays(), case.weights()
+    loss = lambda arrays, scale: jnp.sum(recurrent(**arrays, softmax_scale=scale)[0].astype(jnp.float32) * wo)
+    found = jax.jit(jax.grad(loss))(arrays, jnp.float32(0.25))
+    want = jax.grad(loss)(arrays, 0.25)
+    assert all(relative_rms(found[name], want[name]) < 6e-3 for name in arrays)
+
+
 def test_refusals_say_why():
     x = jnp.ones((1, 4, 1, 600))
     with pytest.raises(ValueError, match="up to 512; got 600 and 600"):

@@ -5,9 +5,9 @@ benchmark's shapes were compiled for both, those of the per-key gate are in the 
 
     block_q      tokens per chunk, in every kernel
     block_k      key channels per tile: the walk of the states, the gradient; not where the whole state is one tile
-    block_d      value channels per tile: every kernel
-    num_warps    every kernel but those of a per-key gate before and after the walk of its states
-    num_stages   loads in flight: every loop over chunks, and over channels of a gradient
+    block_d      value channels per tile: every kernel that walks states or writes outputs or a value side's gradient
+    num_warps    every kernel but those that prepare a walk, and the sides of gates per key channel in bfloat16
+    num_stages   loads in flight: every loop over chunks, and over channels of a scalar gradient
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ _PER_VALUE: list[dict[str, Any]] = [
     {"block_d": 32}, {"block_k": 32}, {"block_k": 32, "block_d": 32}, {"num_warps": 8}, {"block_q": 32},
     {"block_q": 32, "num_warps": 8},
 ]  # fmt: skip
+_PER_KEY_AND_VALUE: list[dict[str, Any]] = [  # in bfloat16, where chunks of 64 rows have kernels of their own
+    {"block_d": 32}, {"block_k": 32}, {"block_k": 32, "block_d": 32}, {"num_warps": 8}, {"num_stages": 2},
+]  # fmt: skip
 _STEPS: list[dict[str, Any]] = [
     {"block_d": 16}, {"block_d": 32}, {"block_d": 64}, {"num_warps": 2}, {"num_warps": 8}, {"block_d": 16, "num_warps": 1},
     {"block_d": 16, "num_warps": 2}, {"block_d": 64, "num_warps": 8},
@@ -51,7 +54,7 @@ def candidates(problem: LinearProblem) -> list[LinearConfig]:
     if steps:
         changes = _STEPS
     elif problem.gv is not None:
-        changes = _PER_VALUE
+        changes = _PER_KEY_AND_VALUE if problem.gk is not None and _all_bfloat16(problem) else _PER_VALUE
     elif problem.gk is not None:
         changes = _PER_KEY
     else:
@@ -80,5 +83,8 @@ def refusal(problem: LinearProblem, cfg: LinearConfig) -> str | None:
 def _one_tile(problem: LinearProblem) -> bool:
     gates = (problem.g, problem.g_gamma, problem.gk, problem.gv)
     _, _, _, K, V = problem.shape
-    bf16 = all(x.dtype == jnp.bfloat16 for x in (problem.query, problem.key, problem.value))
-    return all(gate is None for gate in gates) and max(K, V) <= (128 if bf16 else 64)
+    return all(gate is None for gate in gates) and max(K, V) <= (128 if _all_bfloat16(problem) else 64)
+
+
+def _all_bfloat16(problem: LinearProblem) -> bool:
+    return all(x.dtype == jnp.bfloat16 for x in (problem.query, problem.key, problem.value))

@@ -2,7 +2,8 @@
 
 Where products have float32's digits (EXACT) every log decay is summed over just the rows it spans. Otherwise they are
 differences of one running sum of log decays clamped to -90: a reset is still 0 (exp(-90) is), nothing is infinite, and the sums
-are right to 2^-24 of 64 * 90, a tenth of bfloat16's rounding at worst. Without g a row's distance tells its decay, exactly.
+of 64 rows are right to 2^-24 of 64 * 90 at worst: a tenth of bfloat16's rounding, and less than float16's. Without g a row's
+distance tells its decay, exactly.
 """
 
 from __future__ import annotations

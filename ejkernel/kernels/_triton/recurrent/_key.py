@@ -130,7 +130,7 @@ def _prepare_one(
         fq = tl.reshape(e, [2, 2, 2, 2, 2, 2, BK])
         if q is not None:
             bq = tl.reshape(bq, [16, 4, BK])
-            same = tl.dot(tl.permute(bq, [1, 0, 2]), tl.permute(bk, [1, 2, 0]))
+            same = tl.dot(tl.permute(bq.to(bk.dtype), [1, 0, 2]), tl.permute(bk, [1, 2, 0]))
             acc16 = tl.where(x16 == 0, same * scale + acc16, acc16)
             fq = tl.reshape(bq.to(tl.float32) * scale * e, [2, 2, 2, 2, 2, 2, BK])
         fk = tl.reshape(bk.to(tl.float32), [2, 2, 2, 2, 2, 2, BK])
@@ -182,7 +182,7 @@ def prepare(
     """Programs: groups of GROUP of COUNT slots * heads. Chunks that are `mild` [slots, H] are done already, in the same memory.
 
     A [slots, H, 64, 64], qd, kd [slots, H, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK. totals [slots, H, 8, K] (None:
-    not kept): the decay of each block of 8 rows, for `_side`. Without q neither A nor qd.
+    not kept): the decay of each block of 8 rows, for `_side`. Without q neither A nor qd. filled_*: memory shared with outputs.
     """
     _, head, unit = program_at(1, H)
     first = unit * GROUP
@@ -248,13 +248,12 @@ def outputs(
         else:
             if states is not None:
                 store_state(states, S, index, 0, b, K, V, KP, BV)
-            if o is not None:
-                bq = tl.load(qd + at)
-                ba = tl.load(A + index * (C * C) + r[:, None] * C + r[None, :])  # [C, C]
-                if ADJOINT:
-                    ba = tl.trans(ba)
-                bo = tl.dot(ba, bv, tl.dot(bq, S.to(bq.dtype)))
-                store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
+            bq = tl.load(qd + at)
+            ba = tl.load(A + index * (C * C) + r[:, None] * C + r[None, :])  # [C, C]
+            if ADJOINT:
+                ba = tl.trans(ba)
+            bo = tl.dot(ba, bv, tl.dot(bq, S.to(bq.dtype)))
+            store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
         S = tl.dot(tl.trans(bk), bv, S * bt[:, None])
     if SEGMENT:
         at = g.to(tl.int64) * H + head

@@ -1,4 +1,7 @@
-"""The launches of `_key` and `_side`: gates per key channel alone, bfloat16, chunks of 64 rows."""
+"""The launches of `_mild`, `_key`, `_pairs` and `_side`, bfloat16, chunks of 64 rows: gates per key channel alone.
+
+The two other kinds of calls that walk prepared rows take parts of it: `_launch_both` and `_launch_wide`.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Any]]:
     """(output, final state, what the gradient starts from if kept: states before every slot and the key side)."""
     side = prepared_keys(call, keep)
     v, begin = call.arrays["value"], call.get("initial_state")
-    o, final, *states = walk_prepared(
+    o, final, *states = walk_outputs(
         call, side.xd, side.yd, side.tot, side.pairs, v, begin, call.plan.output, adjoint=False, keep=keep
     )
     return o, final, {"states": states[0], **side._asdict()} if keep else {}
@@ -92,11 +95,11 @@ def forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Any]]:
 def adjoint(call: Call, do: Array, side: Prepared, dfinal: Array | None) -> tuple[Array, Array, Array]:
     """(dv per query head, adjoint after every slot, gradient of the initial state) from what `forward` has kept."""
     dtype = per_head_dtype(call, call.arrays["value"])
-    dv, final, states = walk_prepared(call, side.yd, side.xd, side.tot, side.pairs, do, dfinal, dtype, adjoint=True, keep=True)
+    dv, final, states = walk_outputs(call, side.yd, side.xd, side.tot, side.pairs, do, dfinal, dtype, adjoint=True, keep=True)
     return dv, states, final
 
 
-def walk_prepared(
+def walk_outputs(
     call: Call, qd: Array | None, kd: Array | None, tot: Array, A: Array | None, v: Array, begin: Array | None, output: Any, *,
     adjoint: bool, keep: bool,
 ) -> list[Array]:  # fmt: skip
@@ -180,7 +183,7 @@ def one_side(
         *inputs, A2, *opposite_rows, tot2, starts, ends, prepared.mild, slots.table, scale, T, slots.per_sequence,
         kernel=_mild.mild_side, grid=(cdiv(D, BD) * count * H,), BD=BD, B2=tile(D2, 128), num_warps=4,
         PIECES=gate_pieces(plan, own.gate, g, g_gamma), APPROXIMATE=not is_interpreted(_mild.mild_side),
-        STAGES=plan.num_stages or 1, **common,
+        STAGES=1, **common,
     )  # fmt: skip
     BD, group = block or 32, slots_together(call)
     filled = dict(zip(names, found, strict=True))

@@ -1,12 +1,13 @@
 """Chunks of 64 rows whose decays per channel are mild: the short form of `_key.prepare` and `_side.side`, bfloat16.
 
-Where the log decays of a chunk add up to at most `MILD` in every channel, decays between rows s <= t can be divided in the
-middle of the chunk for all pairs at once: with c the running sum of log decays and m half of its last value,
+Where the sizes of a chunk's log decays add up to at most `MILD` in every channel, decays between rows s <= t can be divided in
+the middle of the chunk for all pairs at once: with c the running sum of log decays and m half of its last value,
 
     exp(c_t - c_s) = exp(c_t - m) exp(m - c_s),    both factors between exp(-MILD / 2) and exp(MILD / 2),
 
 so nothing overflows, nothing is lost to rounding that bfloat16 would keep, and a chunk's pairs are one product instead of a
-tree of them. Which chunks are mild is found on the device; all others (a reset, -inf) are left to the exact tree.
+tree of them. The gate's gradient is then a reverse running sum of `x dx - y dy`. Which chunks are mild is found on the device;
+all others (a reset, -inf) are left to the exact tree.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     upto,
 )
 
-MILD = tl.constexpr(80.0)  # products of pairs that are masked reach exp(MILD) and must stay below float32's largest
+MILD = tl.constexpr(80.0)  # sum of |log decays|; the factors of rows lie within exp(-MILD / 2) and exp(MILD / 2)
 
 
 @triton.jit

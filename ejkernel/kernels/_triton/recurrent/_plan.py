@@ -112,11 +112,10 @@ class Segments:
     @classmethod
     def of(cls, slots: Slots, sequences: int, programs: int) -> Segments:
         """Args: programs: how many programs walk one segment of every sequence."""
-        longest = slots.per_sequence if slots.table is None else slots.count
-        wanted = max(1, min(PROGRAMS_TO_FILL // programs, MAX_SEGMENTS, longest // MIN_SEGMENT))
-        if programs >= ENOUGH_PROGRAMS:
-            wanted = 1
         if slots.table is None:
+            wanted = max(1, min(PROGRAMS_TO_FILL // programs, MAX_SEGMENTS, slots.per_sequence // MIN_SEGMENT))
+            if programs >= ENOUGH_PROGRAMS:
+                wanted = 1
             chunks = cdiv(slots.per_sequence, wanted)
             per = cdiv(slots.per_sequence, chunks)
             return cls(chunks, sequences * per, per, None)

@@ -3,8 +3,9 @@
     o  = scale ((q k^T) * D) v + scale pre * (q S)          D[t, s]: product of the decays after s up to t; 0 for s > t
     S' = tot S + (k suf)^T v
 
-`forward` walks a segment's chunks with the state in registers and reads every input once; `outputs` does one chunk from a
-stored state, for shapes whose state does not fit; `backward` does one chunk from the stored state and adjoint.
+`forward` walks a segment's chunks with the state in registers and reads every input once. For states that do not fit, `prepare`
+makes what `_key.outputs` walks (bfloat16, up to 256 key channels), or `outputs` does one chunk from a stored state. `backward`
+does one chunk from the stored state and adjoint.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ def side(
 
     starts, ends [slots, H, K, V]: state before, adjoint after each slot; STRIDE and STRIDE2 are the own and the opposite
     channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the pairs, which costs
-    registers and hides the time of a long loop over them.
+    registers and hides the time of a long loop over them. filled_*: memory shared with the outputs.
     """
     TILES: tl.constexpr = (D + BD - 1) // BD
     tile, head, unit = program_at(TILES, H)

@@ -147,9 +147,9 @@ def _launch_backward(
             grads["g_gamma"] = jnp.zeros_like(arrays["g_gamma"])  # nobody asks for it
         return {name: _reduced(grads[name], x) for name, x in arrays.items()}
     if not saved:  # the call itself went step by step and kept nothing
-        for prepared in (_launch_wide, _launch_key, _launch_both):
-            if prepared.fits(call):
-                _, _, saved = prepared.forward(call, keep=True)
+        for launches in (_launch_wide, _launch_key, _launch_both):
+            if launches.fits(call):
+                _, _, saved = launches.forward(call, keep=True)
     starts = saved["states"] if "states" in saved else _launch.walk(call, k, v, call.get("initial_state"))[0]
     if _launch_wide.fits(call) or (call.gated_by_head and _launch.one_pass(call, q.shape[3])):
         if _launch_wide.fits(call):
