@@ -76,8 +76,6 @@ PACKED = (0, 5, 5, 37, 64)
 INTERPRETED = [
     Case(("g",), "-inf", shape=(1, 40, 2, 2, 16, 24), block_q=32),
     Case(("gk",), "near -20", shape=(1, 32, 1, 1, 40, 16), block_q=32),
-    Case(("gv",), "strong", shape=(1, 33, 2, 2, 5, 19), state=True),
-    Case(("g", "gv"), "positive", shape=(1, 20, 2, 1, 16, 16)),
     Case(("gk",), "mild", dtype="bfloat16", gate_dtype="bfloat16", shape=(1, 40, 2, 2, 16, 16), state=True),
     Case(("g", "gk", "g_gamma"), "-inf", dtype="bfloat16", shape=(1, 100, 2, 1, 24, 16), state=True, block_q=64, reverse=True),
     Case(

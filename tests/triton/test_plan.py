@@ -45,6 +45,13 @@ def test_segments_start_with_the_longest_and_hold_every_slot_once():
         np.testing.assert_array_equal(place[seq == i], np.arange(total[seq == i][0]))
 
 
+@pytest.mark.parametrize(("programs", "segments"), [(16, 16), (64, 4), (119, 2), (120, 1), (1000, 1)])
+def test_sequences_are_split_while_programs_are_few(programs, segments):
+    x = jnp.ones((1, 64 * 128, 1, 16), jnp.bfloat16)
+    slots = Slots.of(Plan.of(recurrent_problem(x, x, x), LinearConfig("chunked", 64)), 1, 64 * 128, None)
+    assert Segments.of(slots, 1, programs).per_sequence == segments
+
+
 @pytest.mark.parametrize("limit", [1 << 22, 0], ids=["compared with all", "searched"])
 def test_owner(limit, monkeypatch):
     monkeypatch.setattr(_plan, "COMPARE_ALL", limit)
