@@ -52,7 +52,7 @@ def resources(kernel: Any) -> dict[str, int]:
 
 def kernels_of(function: Any, arguments: Any, capability: int) -> list[tuple[str, dict[str, int]]]:
     """(name, resources) of every kernel that tracing `function(*arguments)` compiles. Needs no CUDA plugin."""
-    from ejkernel.callib import _compiled
+    from ejkernel.callib import _compiled, compile_for
 
     seen: list[tuple[str, dict[str, int]]] = []
     original = _compiled.run_compiled
@@ -70,7 +70,8 @@ def kernels_of(function: Any, arguments: Any, capability: int) -> list[tuple[str
     _compiled.run_compiled = compile_only
     try:
         jax.clear_caches()
-        jax.make_jaxpr(function)(*arguments)
+        with compile_for(capability):
+            jax.make_jaxpr(function)(*arguments)
     finally:
         _compiled.run_compiled = original
     return seen

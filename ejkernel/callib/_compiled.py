@@ -91,14 +91,14 @@ def run_compiled(
     aliases: dict[int, int],
     zeroed: frozenset[int],
     options: Options,
-    capability: int | None,
+    target: int | None,
 ) -> list[jax.Array]:
     gpu_triton = _plugin()
-    capability = _capability(gpu_triton) if capability is None else capability
+    target = capability() if target is None else target
     signature, absent = signature_of(names, [*args, *outputs])
-    compiled = compile_kernel(kernel, signature, tuple(sorted({**constants, **absent}.items())), options, capability)
+    compiled = compile_kernel(kernel, signature, tuple(sorted({**constants, **absent}.items())), options, target)
     meta = compiled.metadata
-    program = gpu_triton.TritonKernel(meta.name, meta.num_warps, 1, meta.shared, compiled.asm["ptx"], "", capability)
+    program = gpu_triton.TritonKernel(meta.name, meta.num_warps, 1, meta.shared, compiled.asm["ptx"], "", target)
     parameters = []
     for name, x in zip(names, [*args, *outputs], strict=True):
         if x is None:
@@ -137,8 +137,10 @@ _NO_PLUGIN = (
 )
 
 
-@functools.lru_cache(maxsize=1)
-def _capability(gpu_triton: Any) -> int:
+@functools.cache
+def capability() -> int:
+    """The compute capability of the GPU at hand: 90 for 9.0."""
+    gpu_triton = _plugin()
     if not any(device.platform == "gpu" for device in jax.devices()):
         raise RuntimeError(
             "no NVIDIA GPU in this process: wrap the call in ejkernel.callib.compile_for(90) to lower for one elsewhere."

@@ -29,6 +29,19 @@ def compile_for(compute_capability: int) -> Iterator[None]:
         _target.reset(token)
 
 
+# Bytes of shared memory that one program may take, by compute capability (of those not listed: the least of them).
+_SHARED = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 120: 99 << 10}
+
+
+def shared_memory(kernel: Any) -> int:
+    """Bytes of shared memory that a program of `kernel` may take on the GPU that it is compiled for; interpreted: an H100's."""
+    if is_interpreted(kernel):
+        return _SHARED[90]
+    from ejkernel.callib._compiled import capability
+
+    return _SHARED.get(_target.get() or capability(), min(_SHARED.values()))
+
+
 def triton_call(
     *args: Any,
     kernel: Any,

@@ -52,7 +52,7 @@ def walk_prepared(
     if begin is not None:
         S += load_state(begin, row, a, b, DA, DB, DB, 1, BA, BB).to(tl.float32)
     if ends is not None:
-        S = combined(S, ends, end_decay_a, end_decay_b, g, place, total, head, a, b, ADJOINT, H, DA, DB, BA, BB)
+        S = combined(S, ends, end_decay_a, end_decay_b, g, place, total, head, a, b, ADJOINT, H, DA, DB, DB, 1, BA, BB)
     for n in tl.range(count, num_stages=STAGES):
         s = first + n
         if ADJOINT:

@@ -1,9 +1,9 @@
 """The decays of a whole head (g of rank 3, g_gamma) over one chunk.
 
-Where products have float32's digits (EXACT) every log decay is summed over just the rows it spans. Otherwise they are
-differences of one running sum of log decays clamped to -90: a reset is still 0 (exp(-90) is), nothing is infinite, and the sums
-of 64 rows are right to 2^-24 of 64 * 90 at worst: a tenth of bfloat16's rounding, and less than float16's. Without g a row's
-distance tells its decay, exactly.
+Where products have float32's digits (EXACT) every log decay is summed over just the rows it spans, in the kernel that needs it.
+Otherwise they are differences of one running sum of log decays clamped to -90, which `running_sums` makes once for all kernels:
+a reset is still 0 (exp(-90) is), nothing is infinite, and the sums of 64 rows are right to 2^-24 of 64 * 90 at worst: a tenth
+of bfloat16's rounding, and less than float16's. Without g a row's distance tells its decay, exactly.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import head_log_decay, sums, upto
+from ejkernel.kernels._triton.recurrent._tiles import head_log_decay, program_at, slot_at, sums, upto
 
 
 @triton.jit
@@ -24,13 +24,32 @@ def constant_decay(gamma, seq, head, H: tl.constexpr):
 
 
 @triton.jit
+def running_sums(
+    gs, gamma, slots, T, NT,
+    sums,
+    H: tl.constexpr, HGS: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """Programs: tiles of BH heads * slots. sums [slots, H, C]: clamped log decays of a head up to and with each row."""
+    tile, _, s = program_at((H + BH - 1) // BH, 1)
+    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    h = tile * BH + tl.arange(0, BH)[None, :]
+    r = tl.arange(0, C)[:, None]
+    here = (r < rows) & (h < H)
+    total = tl.load(gs + (token + SIGN * r) * HGS + h // (H // HGS), mask=here, other=0.0).to(tl.float32)
+    if gamma is not None:
+        total += tl.load(gamma + seq * H + h, mask=here, other=0.0).to(tl.float32)
+    tl.store(sums + (s.to(tl.int64) * H + h) * C + r, tl.cumsum(tl.maximum(total, -90.0), 0), mask=h < H)
+
+
+@triton.jit
 def head_decays(
-    gs, gamma, steps, constant, token, rows, seq, head, H: tl.constexpr, HGS: tl.constexpr, C: tl.constexpr,
-    SIGN: tl.constexpr, EXACT: tl.constexpr,
+    gs, gamma, constant, index, token, rows, seq, head, H: tl.constexpr, HGS: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """(log decays for `decay_matrix` [C], decay up to and with each row [C], decay after it [C], decay of the chunk).
 
-    steps [C]: the rows' own log decays, of `head_log_decay`; constant: of `constant_decay`, all that is read without g.
+    gs: g itself where EXACT, else what `running_sums` made of g and gamma, of which row `index` is read; constant: of
+    `constant_decay`, all that is read without g.
     """
     r = tl.arange(0, C)
     if gs is None:
@@ -39,16 +58,15 @@ def head_decays(
         after_row = tl.maximum(rows - 1 - r, 0) * constant
         whole = rows * constant
     elif EXACT:
-        logs = steps
+        logs = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
         following = head_log_decay(gs, gamma, token, rows, seq, head, 1, H, HGS, C, SIGN)
         upto_row = tl.cumsum(logs, 0)
         after_row = tl.cumsum(following, 0, reverse=True)
         whole = tl.sum(logs, 0)
     else:
-        clamped = tl.maximum(steps, -90.0)
-        logs = tl.cumsum(clamped, 0)
+        logs = tl.load(gs + index * C + r)
         upto_row = logs
-        whole = tl.sum(clamped, 0)
+        whole = tl.load(gs + index * C + (C - 1))
         after_row = whole - logs
     return logs, tl.exp(upto_row), tl.exp(after_row), tl.exp(whole)
 

@@ -234,7 +234,7 @@ def outputs(
     if begin is not None:
         S += load_state(begin, row, 0, b, K, V, V, 1, KP, BV).to(tl.float32)
     if ends is not None:
-        S = combined(S, ends, end_decay, None, g, place, total, head, 0, b, ADJOINT, H, K, V, KP, BV)
+        S = combined(S, ends, end_decay, None, g, place, total, head, 0, b, ADJOINT, H, K, V, V, 1, KP, BV)
     token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
         s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import triton.language as tl
 
 from ejkernel.callib import cdiv, triton_call
-from ejkernel.kernels._triton.recurrent import _gated, _scalar, _step, _walk
+from ejkernel.kernels._triton.recurrent import _decays, _gated, _scalar, _step, _walk
 from ejkernel.kernels._triton.recurrent._plan import Array, Plan, Segments, Slots, gate_pieces, tile
 
 OPERANDS = {"bfloat16": tl.bfloat16, "float32": tl.float32}
@@ -41,11 +42,12 @@ class Call:
     arrays: dict[str, Array]
     cu_seqlens: Array | None
     slots: Slots
+    sums: Array | None = None  # of `_decays.running_sums`, where a forward pass has made them already
 
     @classmethod
-    def of(cls, plan: Plan, arrays: dict[str, Array], cu_seqlens: Array | None) -> Call:
+    def of(cls, plan: Plan, arrays: dict[str, Array], cu_seqlens: Array | None, sums: Array | None = None) -> Call:
         B, T = arrays["query"].shape[:2]
-        return cls(plan, arrays, cu_seqlens, Slots.of(plan, B, T, cu_seqlens))
+        return cls(plan, arrays, cu_seqlens, Slots.of(plan, B, T, cu_seqlens), sums)
 
     def get(self, name: str) -> Array | None:
         return self.arrays.get(name)
@@ -62,6 +64,28 @@ class Call:
     def gated_by_head(self) -> bool:
         """Whether nothing but g of rank 3 and g_gamma decays."""
         return self.get("gk") is None and self.get("gv") is None
+
+    @functools.cached_property
+    def head_gates(self) -> tuple[Array | None, Array | None]:
+        """(gs, gamma) as kernels take them: g and g_gamma, or the running sums of both where `head_decays` reads those."""
+        g, g_gamma = self.get("g"), self.get("g_gamma")
+        if g is None or self.plan.exact or not self.gated_by_head:
+            return g, g_gamma
+        if self.sums is not None:
+            return self.sums, None
+        (_, T, H, _, _), plan, slots = self.dims, self.plan, self.slots
+        BH = min(16, tile(H, 16))
+        made = triton_call(
+            g, g_gamma, slots.table, T, slots.per_sequence, kernel=_decays.running_sums, grid=(cdiv(H, BH) * slots.count,), H=H,
+            HGS=heads(g), C=plan.C, BH=BH, SIGN=plan.sign, num_warps=4, out_shape=shape((slots.count, H, plan.C), np.float32),
+        )  # fmt: skip
+        return made, None
+
+    @property
+    def kept_sums(self) -> dict[str, Array]:
+        """The running sums, if any, for the backward pass."""
+        gs, _ = self.head_gates
+        return {} if gs is None or gs is self.get("g") else {"sums": gs}
 
     def pieces(self, *names: str) -> int:
         return gate_pieces(self.plan, *(self.get(name) for name in names))
@@ -112,7 +136,7 @@ def segment_ends(
         missing["decay_b"] = None
     else:
         out.append(shape((G, H, V), np.float32))
-    gates = (call.get(name) for name in ("gk", "gv", "g", "g_gamma"))
+    gates = (call.get("gk"), call.get("gv"), *call.head_gates)
     results = triton_call(a, b, *gates, None, None, None, None, *sizes, out_shape=out, **missing, **constants)
     return tuple(results) if len(results) == 3 else (*results, None)
 
@@ -122,7 +146,7 @@ def walk(call: Call, a: Array, b: Array, begin: Array | None, *, adjoint: bool =
     segments, constants, sizes = _walk_call(call, a, b, adjoint, None)
     ends = segment_ends(call, a, b, segments, adjoint=adjoint)
     _, _, H, K, V = call.dims
-    gates = (call.get(name) for name in ("gk", "gv", "g", "g_gamma"))
+    gates = (call.get("gk"), call.get("gv"), *call.head_gates)
     return triton_call(
         a, b, *gates, begin, *ends, *sizes, decay_a=None, decay_b=None, **constants,
         out_shape=(shape((call.slots.count, H, K, V), call.plan.operand), shape((call.sequences, H, K, V), np.float32)),
@@ -150,7 +174,6 @@ def scalar_pass(
     """`_scalar.forward` on (q, k, v) or on arrays in their roles: [output, final state?, states?]."""
     plan, (B, T, H, _, _), slots = call.plan, call.dims, call.slots
     K, V = k.shape[3], v.shape[3]
-    g, gamma = call.get("g"), call.get("g_gamma")
     BK = tile(K, 512)
     BV = scalar_value_tile(call, K, V)
     out = {"o": shape((B, T, H, V), output)}
@@ -159,7 +182,7 @@ def scalar_pass(
     if keep:
         out["states"] = shape((slots.count, H, K, V), plan.operand)
     return triton_call(
-        q, k, v, g, gamma, begin, *ends[:2], slots.table, segments.table, plan.scale, T, slots.per_sequence,
+        q, k, v, *call.head_gates, begin, *ends[:2], slots.table, segments.table, plan.scale, T, slots.per_sequence,
         segments.per_sequence, segments.chunks, kernel=_scalar.forward, grid=(cdiv(V, BV) * segments.count * H,), HQ=heads(q),
         HK=heads(k), HV=heads(v), K=K, V=V, BK=BK, BV=BV, STRIDE_K=1 if transposed else V, STRIDE_V=K if transposed else 1,
         DECAYS=V if transposed else K, ADJOINT=adjoint, EXACT=plan.exact, STAGES=plan.num_stages or scalar_stages(call, BK),
@@ -200,7 +223,7 @@ def scalar_forward(call: Call, keep: bool) -> tuple[Array, Array, Array | None]:
     starts, last = walk(call, k, v, begin)
     BK, BV = plan.block_k or tile(K, 64), plan.block_d or tile(V, 64)
     o = triton_call(
-        q, k, v, call.get("g"), call.get("g_gamma"), starts, slots.table, plan.scale, T, slots.per_sequence,
+        q, k, v, *call.head_gates, starts, slots.table, plan.scale, T, slots.per_sequence,
         kernel=_scalar.outputs, grid=(cdiv(V, BV) * slots.count * H,), HK=heads(k), K=K, V=V, BK=BK, BV=BV, EXACT=plan.exact,
         num_warps=plan.num_warps or 4, num_stages=plan.num_stages or 2, out_shape=shape((B, T, H, V), plan.output),
         **call.constants(),
@@ -244,8 +267,8 @@ def scalar_backward(
     without gates)."""
     plan, (B, T, H, K, V) = call.plan, call.dims
     q, k, v = (call.arrays[name] for name in ("query", "key", "value"))
-    g, gamma, slots = call.get("g"), call.get("g_gamma"), call.slots
-    gated = g is not None or gamma is not None
+    (gs, gamma), slots = call.head_gates, call.slots
+    gated = gs is not None or gamma is not None
     wide = 64 if plan.operand == jnp.bfloat16 else 32
     BK, BV = plan.block_k or tile(K, wide), plan.block_d or tile(V, wide)
     out = {"dq": shape(q.shape, q.dtype), "dk": shape((B, T, H, K), per_head_dtype(call, k))}
@@ -254,7 +277,7 @@ def scalar_backward(
     if gated:
         out["dg"] = shape((B, T, H), np.float32)
     results = triton_call(
-        q, k, v, g, gamma, do, starts, ends, slots.table, plan.scale, T, slots.per_sequence, kernel=_scalar.backward,
+        q, k, v, gs, gamma, do, starts, ends, slots.table, plan.scale, T, slots.per_sequence, kernel=_scalar.backward,
         grid=(slots.count * H,), HK=heads(k), K=K, V=V, BK=BK, BV=BV, EXACT=plan.exact,
         num_warps=plan.num_warps or 4, num_stages=plan.num_stages or 3, out_shape=list(out.values()),
         **absent(n for n in ("dv", "dg") if n not in out), **call.constants(),

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.callib import cdiv, is_interpreted, triton_call
-from ejkernel.kernels._triton.recurrent import _key, _mild, _pairs, _side
+from ejkernel.callib import cdiv, is_interpreted, shared_memory, triton_call
+from ejkernel.kernels._triton.recurrent import _key, _mild, _pairs, _side, _wide
 from ejkernel.kernels._triton.recurrent._launch import Call, Side, absent, fits_registers, heads, per_head_dtype, shape, sides
 from ejkernel.kernels._triton.recurrent._plan import PROGRAMS_TO_FILL, Array, Segments, gate_pieces, tile
 
@@ -105,7 +105,9 @@ def walk_outputs(
 ) -> list[Array]:  # fmt: skip
     """`_key.outputs`: [output; state at the end; states if kept]."""
     plan, (B, T, H, K, V), slots = call.plan, call.dims, call.slots
-    BV, KP = plan.block_d or tile(V, 64), tot.shape[2]
+    KP = tot.shape[2]
+    wide = not (adjoint or keep) and _wide_tiles(call, KP)
+    BV = 128 if wide else plan.block_d or tile(V, 64)
     tiles = cdiv(V, BV)
     segments = Segments.of(slots, call.sequences, call.sequences * H * tiles)
     sizes = (slots.table, segments.table, T, slots.per_sequence, segments.per_sequence, segments.chunks)
@@ -122,12 +124,23 @@ def walk_outputs(
             out_shape=[shape((G, H, K, V), np.float32), shape((G, H, K), np.float32)], **common,
         )  # fmt: skip
     out = {"o": shape((B, T, H, V), output), "final": shape((call.sequences, H, K, V), np.float32)}
+    if wide:
+        del common["ADJOINT"]
+        common |= {"kernel": _wide.wide_outputs, "STAGES": 2, "num_warps": 8, "ALIKE": call.gated_by_head}
+        return triton_call(qd, kd, tot, A, v, begin, ends, decay, *sizes, out_shape=list(out.values()), **common)
     if keep:
         out["states"] = shape((slots.count, H, K, V), plan.operand)
     return triton_call(
         qd, kd, tot, A, v, begin, ends, decay, *sizes, decay=None, out_shape=list(out.values()),
         **absent([] if keep else ["states"]), **common,
     )  # fmt: skip
+
+
+def _wide_tiles(call: Call, KP: int) -> bool:
+    """Whether `_wide` walks a state of KP key channels: unless a configuration names tiles, and where two chunks fit."""
+    plan, V = call.plan, call.dims[4]
+    named = plan.block_d or plan.num_warps or plan.num_stages
+    return KP == 256 and V > 64 and not named and shared_memory(_wide.wide_outputs) >= 200 << 10
 
 
 def backward(

@@ -24,7 +24,7 @@ def forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Any]]:
     pairs, qd, kd, tot = _prepared(call)
     v, begin = call.arrays["value"], call.get("initial_state")
     o, final, *states = walk_outputs(call, qd, kd, tot, pairs, v, begin, call.plan.output, adjoint=False, keep=keep)
-    return o, final, {"states": states[0], "pairs": pairs, "qd": qd, "kd": kd, "tot": tot} if keep else {}
+    return o, final, {"states": states[0], "pairs": pairs, "qd": qd, "kd": kd, "tot": tot, **call.kept_sums} if keep else {}
 
 
 def adjoint(call: Call, do: Array, saved: dict[str, Array], dfinal: Array | None) -> tuple[Array, Array, Array]:
@@ -42,7 +42,7 @@ def _prepared(call: Call) -> list[Array]:
     n, KP = slots.count, 256
     rows = shape((n, H, 64, KP), plan.operand)
     return triton_call(
-        q, k, call.get("g"), call.get("g_gamma"), slots.table, plan.scale, T, slots.per_sequence, kernel=_scalar.prepare,
+        q, k, *call.head_gates, slots.table, plan.scale, T, slots.per_sequence, kernel=_scalar.prepare,
         grid=(n * H,), HK=heads(k), K=K, KP=KP, BK=128, EXACT=plan.exact, num_warps=4, num_stages=1,
         out_shape=[shape((n, H, 64, 64), plan.operand), rows, rows, shape((n, H, KP), np.float32)], **call.constants(),
     )  # fmt: skip

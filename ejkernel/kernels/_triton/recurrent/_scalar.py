@@ -16,16 +16,14 @@ import triton.language as tl
 from ejkernel.kernels._triton.recurrent._decays import constant_decay, decay_matrix, head_decays
 from ejkernel.kernels._triton.recurrent._tiles import (
     dot,
-    head_log_decay,
     load_rows,
     load_state,
-    onwards,
     program_at,
     slot_at,
     store_rows,
     store_state,
 )
-from ejkernel.kernels._triton.recurrent._walk import rows_of, segment_at, slot_of, steps_of
+from ejkernel.kernels._triton.recurrent._walk import rows_of, segment_at, slot_of
 
 
 @triton.jit
@@ -75,44 +73,37 @@ def forward(
         else:
             D = tl.where(t >= u, 1.0, 0.0)
     token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
-    next_steps = steps_of(gs, gamma, token0, rows_left, 0, count, seq, head, ADJOINT, H, HGS, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
         s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
-        steps = next_steps  # read a turn ahead: nothing else would hide the wait for them
-        next_steps = steps_of(gs, gamma, token0, rows_left, n + 1, count, seq, head, ADJOINT, H, HGS, C, SIGN)
+        index = s.to(tl.int64) * H + head
         bq = load_rows(q, token, rows, head // (H // HQ), 0, HQ, K, C, BK, SIGN, EVEN)  # [C, BK]
         bk = load_rows(k, token, rows, head // (H // HK), 0, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
         bv = load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN)  # [C, BV]
         if states is not None:
-            store_state(states, S, s.to(tl.int64) * H + head, 0, b, K, V, BK, BV)
+            store_state(states, S, index, 0, b, K, V, BK, BV)
+        bo = dot(bq, S, None, DT, PREC)  # [C, BV]
         if GATED:
-            logs, pre, suf, kept = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+            logs, pre, suf, kept = head_decays(gs, gamma, constant, index, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
             if gs is not None:
                 D = decay_matrix(gs, logs, constant, ADJOINT, C, EXACT)
-        # What the products read from shared memory is made before the first of them: they then wait for it once.
-        passed = bv
+            S *= kept
+        A = dot(bq, tl.trans(bk.to(DT)), None, DT, PREC) * D  # [C, C]
         if ADJOINT:  # the state holds scale times what it sums, since its beginning does
             if GATED:
+                bo *= suf[:, None]
                 passed = bv.to(tl.float32) * (pre * scale)[:, None]
             else:
                 passed = bv.to(tl.float32) * scale
-        elif GATED:
-            passed = bv.to(tl.float32) * suf[:, None]
-        passed = passed.to(DT)
-        bo = dot(bq, S, None, DT, PREC)  # [C, BV]
-        A = dot(bq, tl.trans(bk.to(DT)), None, DT, PREC) * D  # [C, C]
-        if GATED:
-            S *= kept
-        S = dot(tl.trans(bk.to(DT)), passed, S, DT, PREC)
-        if ADJOINT:
-            if GATED:
-                bo *= suf[:, None]
             bo = dot(A * scale, bv, bo, DT, PREC)
         else:
             if GATED:
                 bo *= pre[:, None]
+                passed = bv.to(tl.float32) * suf[:, None]
+            else:
+                passed = bv
             bo = dot(A, bv, bo, DT, PREC) * scale
         store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
+        S = dot(tl.trans(bk.to(DT)), passed, S, DT, PREC)
     if final is not None:
         last = place == total - 1
         if ADJOINT:
@@ -136,8 +127,7 @@ def prepare(
     index = s.to(tl.int64) * H + head
     r = tl.arange(0, C)
     constant = constant_decay(gamma, seq, head, H)
-    steps = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
-    logs, pre, suf, kept = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+    logs, pre, suf, kept = head_decays(gs, gamma, constant, index, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
     pairs = tl.zeros([C, C], tl.float32)
     for col in range(0, KP, BK):
         bq = load_rows(q, token, rows, head, col, H, K, C, BK, SIGN, EVEN)  # [C, BK]
@@ -166,12 +156,13 @@ def outputs(
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
     if rows <= 0:
         return
+    index = s.to(tl.int64) * H + head
     A = tl.zeros([C, C], tl.float32)
     bo = tl.zeros([C, BV], tl.float32)
     for c in range(0, K, BK):
         bq = load_rows(q, token, rows, head, c, H, K, C, BK, SIGN, EVEN)  # [C, BK]
         bk = load_rows(k, token, rows, head // (H // HK), c, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
-        S = load_state(starts, s.to(tl.int64) * H + head, c, b, K, V, V, 1, BK, BV)  # [BK, BV]
+        S = load_state(starts, index, c, b, K, V, V, 1, BK, BV)  # [BK, BV]
         A = dot(bq, tl.trans(bk.to(DT)), A, DT, PREC)
         bo = dot(bq, S, bo, DT, PREC)
     bv = load_rows(v, token, rows, head // (H // HK), b, HK, V, C, BV, SIGN, EVEN)  # [C, BV]
@@ -179,8 +170,7 @@ def outputs(
     u = tl.arange(0, C)[None, :]
     if (gs is not None) or (gamma is not None):
         constant = constant_decay(gamma, seq, head, H)
-        steps = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
-        logs, pre, _, _ = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+        logs, pre, _, _ = head_decays(gs, gamma, constant, index, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
         A *= decay_matrix(gs, logs, constant, False, C, EXACT)
         bo *= pre[:, None]
     else:
@@ -197,7 +187,6 @@ def backward(
 ):  # fmt: skip
     """Programs: slots * heads. dq, dk [tokens, H, K], dv [tokens, H, V] or None; dg [tokens, H] (None without a gate)."""
     GATED: tl.constexpr = (gs is not None) or (gamma is not None)
-    ONE: tl.constexpr = (K <= BK) and (V <= BV)  # everything fits one tile, and is read once and at once
     _, head, s = program_at(1, H)
     kv = head // (H // HK)
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
@@ -206,73 +195,61 @@ def backward(
     index = s.to(tl.int64) * H + head
     t = tl.arange(0, C)[:, None]
     u = tl.arange(0, C)[None, :]
-    A = tl.zeros([C, C], tl.float32)  # q k^T
-    dA = tl.zeros([C, C], tl.float32)  # do v^T
-    if ONE:
-        bq = load_rows(q, token, rows, head, 0, H, K, C, BK, SIGN, EVEN)
-        bk = load_rows(k, token, rows, kv, 0, HK, K, C, BK, SIGN, EVEN)
-        bd = load_rows(do, token, rows, head, 0, H, V, C, BV, SIGN, EVEN)
-        bv = load_rows(v, token, rows, kv, 0, HK, V, C, BV, SIGN, EVEN)
-        S = load_state(starts, index, 0, 0, K, V, V, 1, BK, BV)  # [BK, BV]
-        dS = load_state(ends, index, 0, 0, K, V, V, 1, BK, BV)
-        A = dot(bq, tl.trans(bk.to(DT)), A, DT, PREC)
+    dA = tl.zeros([C, C], tl.float32)  # do v^T, the adjoint of q k^T * D
+    for c in range(0, V, BV):
+        bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
+        bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
         dA = dot(bd, tl.trans(bv.to(DT)), dA, DT, PREC)
-    else:
-        for c in range(0, K, BK):
-            bq = load_rows(q, token, rows, head, c, H, K, C, BK, SIGN, EVEN)
-            bk = load_rows(k, token, rows, kv, c, HK, K, C, BK, SIGN, EVEN)
-            A = dot(bq, tl.trans(bk.to(DT)), A, DT, PREC)
-        for c in range(0, V, BV):
-            bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
-            bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
-            dA = dot(bd, tl.trans(bv.to(DT)), dA, DT, PREC)
     if GATED:
         constant = constant_decay(gamma, seq, head, H)
-        steps = head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)
-        logs, pre, suf, kept = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+        logs, pre, suf, kept = head_decays(gs, gamma, constant, index, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
         D = decay_matrix(gs, logs, constant, False, C, EXACT) * scale
         pre *= scale
-        dA *= D
-        # The decay of row r is a factor of every D[t, s] with s < r <= t: sum over t >= r, then over the columns s < r.
-        spanned = dot(onwards(C), A * dA, None, DT, PREC)
-        dlog = tl.sum(tl.where(u < t, spanned, 0.0), 1)  # [C]
-        A *= D
     else:
-        A = tl.where(t >= u, A, 0.0) * scale
-        dA = tl.where(t >= u, dA, 0.0) * scale
-    A = A.to(DT)
-    dA = dA.to(DT)
+        D = tl.where(t >= u, scale, 0.0)
+    dA *= D
+    # A row's pair with itself has no decay. Apart from the others it cannot drown them where all decays are strong.
+    itself = tl.sum(tl.where(t == u, dA, 0.0), 1)  # [C]
+    dA = tl.where(t > u, dA, 0.0).to(DT)
     dAt = tl.trans(dA)
-    at_prefix = tl.zeros([C], tl.float32)
+    balance = tl.zeros([C], tl.float32)
     at_suffix = tl.zeros([C], tl.float32)
     through = 0.0
     for a in range(0, K, BK):
-        if not ONE:
-            bq = load_rows(q, token, rows, head, a, H, K, C, BK, SIGN, EVEN)  # [C, BK]
-            bk = load_rows(k, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)
+        bq = load_rows(q, token, rows, head, a, H, K, C, BK, SIGN, EVEN)  # [C, BK]
+        bk = load_rows(k, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)
         xq = tl.zeros([C, BK], tl.float32)
         xk = tl.zeros([C, BK], tl.float32)
         for c in range(0, V, BV):
-            if not ONE:
-                bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)  # [C, BV]
-                bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
-                S = load_state(starts, index, a, c, K, V, V, 1, BK, BV)  # [BK, BV]
-                dS = load_state(ends, index, a, c, K, V, V, 1, BK, BV)
+            bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)  # [C, BV]
+            bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
+            S = load_state(starts, index, a, c, K, V, V, 1, BK, BV)  # [BK, BV]
+            dS = load_state(ends, index, a, c, K, V, V, 1, BK, BV)
             xq = dot(bd, tl.trans(S.to(DT)), xq, DT, PREC)
             xk = dot(bv, tl.trans(dS.to(DT)), xk, DT, PREC)
             if GATED:
                 through += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1), 0)
+        fq = bq.to(tl.float32)
+        fk = bk.to(tl.float32)
         if GATED:
             xq *= pre[:, None]
             xk *= suf[:, None]
-            at_prefix += tl.sum(xq * bq.to(tl.float32), 1)
-            at_suffix += tl.sum(xk * bk.to(tl.float32), 1)
+            at_suffix += tl.sum(xk * fk, 1)
         else:
             xq *= scale
-        store_rows(dq, dot(dA, bk, xq, DT, PREC), token, rows, head, a, H, K, C, BK, SIGN, EVEN)
-        store_rows(dk, dot(dAt, bq, xk, DT, PREC), token, rows, head, a, H, K, C, BK, SIGN, EVEN)
+        xq = dot(dA, bk, xq, DT, PREC)
+        yk = dot(dAt, bq, None, DT, PREC)
+        if GATED:
+            balance += tl.sum(xq * fq - yk * fk, 1)
+        store_rows(dq, xq + itself[:, None] * fk, token, rows, head, a, H, K, C, BK, SIGN, EVEN)
+        store_rows(dk, xk + yk + itself[:, None] * fq, token, rows, head, a, H, K, C, BK, SIGN, EVEN)
     if dv is not None:
-        At = tl.trans(A)
+        A = tl.zeros([C, C], tl.float32)  # q k^T
+        for c in range(0, K, BK):
+            bq = load_rows(q, token, rows, head, c, H, K, C, BK, SIGN, EVEN)
+            bk = load_rows(k, token, rows, kv, c, HK, K, C, BK, SIGN, EVEN)
+            A = dot(bq, tl.trans(bk.to(DT)), A, DT, PREC)
+        At = tl.trans((A * D).to(DT))
         for c in range(0, V, BV):
             xv = tl.zeros([C, BV], tl.float32)
             for a in range(0, K, BK):
@@ -285,7 +262,8 @@ def backward(
             store_rows(dv, dot(At, bd, xv, DT, PREC), token, rows, head, c, H, V, C, BV, SIGN, EVEN)
     if GATED:
         r = tl.arange(0, C)
-        # and of every prefix from r on and every suffix before r, and of what passes through the whole chunk.
-        dlog += tl.sum(tl.where(u >= t, at_prefix[None, :], 0.0), 1) + tl.sum(tl.where(u < t, at_suffix[None, :], 0.0), 1)
-        dlog += through * kept
+        # The decay of row r is in what every row t >= r reads, of the state and of rows s < r, in what the state keeps of every
+        # row before r, and in what passes through the whole chunk. A pair (t, s) counts at t and, negative, at s, by the very
+        # same products: of pairs from r on nothing is left in the sum.
+        dlog = tl.sum(tl.where(u >= t, balance[None, :], at_suffix[None, :]), 1) + through * kept
         tl.store(dg + (token + SIGN * r) * H + head, dlog, mask=r < rows)

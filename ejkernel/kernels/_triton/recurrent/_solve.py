@@ -110,7 +110,7 @@ def _launch_forward(
     if call.gated_by_head:
         keep = wanted is not None and not _by_passes(call, wanted)
         output, final, states = _launch.scalar_forward(call, keep)
-        return output, final, {"states": states} if keep else {}
+        return output, final, {"states": states, **call.kept_sums} if keep else {}
     if _launch_key.fits(call):
         return _launch_key.forward(call, wanted is not None)
     if _launch_both.fits(call):
@@ -137,7 +137,7 @@ def _launch_backward(
     plan: Plan, wanted: Wanted, arrays: dict[str, Array], cu_seqlens: Array | None, saved: dict[str, Any], doutput: Array,
     dfinal: Array | None,
 ) -> dict[str, Array]:  # fmt: skip
-    call = Call.of(plan, arrays, cu_seqlens)
+    call = Call.of(plan, arrays, cu_seqlens, saved.get("sums"))
     q, k, v = (arrays[name] for name in ("query", "key", "value"))
     grads: dict[str, Array | None] = {}
     if _by_passes(call, wanted):

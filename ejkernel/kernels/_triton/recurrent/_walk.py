@@ -20,7 +20,6 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     before,
     channel_log_decay,
     dot,
-    head_log_decay,
     load_rows,
     load_state,
     onwards,
@@ -75,19 +74,9 @@ def slot_of(first, count, token0, rows_left, n, ADJOINT: tl.constexpr, C: tl.con
 
 
 @triton.jit
-def steps_of(
-    gs, gamma, token0, rows_left, n, count, seq, head, ADJOINT: tl.constexpr, H: tl.constexpr, HGS: tl.constexpr,
-    C: tl.constexpr, SIGN: tl.constexpr,
-):  # fmt: skip
-    """[C]: the log decays of the n-th chunk that a segment's walk comes to; 0 beyond the last one."""
-    _, token, rows = slot_of(0, count, token0, rows_left, n, ADJOINT, C, SIGN)
-    return head_log_decay(gs, gamma, token, tl.where(n < count, rows, 0), seq, head, 0, H, HGS, C, SIGN)
-
-
-@triton.jit
 def combined(
     S, ends, decay_a, decay_b, g, place, total, head, a, b, ADJOINT: tl.constexpr, H: tl.constexpr, DA: tl.constexpr,
-    DB: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr,
+    DB: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_B: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """The state at a segment's beginning, from the sequence's own S and the ends and decays of the segments walked before."""
     i = a + tl.arange(0, BA)
@@ -101,10 +90,11 @@ def combined(
             other = (g - place + total - 1 - n).to(tl.int64) * H + head
         else:
             other = (g - place + n).to(tl.int64) * H + head
-        S = S * tl.load(decay_a + other * DA + i, mask=i < DA, other=0.0)[:, None]
+        if decay_a is not None:
+            S = S * tl.load(decay_a + other * DA + i, mask=i < DA, other=0.0)[:, None]
         if decay_b is not None:
             S = S * tl.load(decay_b + other * DB + j, mask=j < DB, other=0.0)[None, :]
-        S += load_state(ends, other, a, b, DA, DB, DB, 1, BA, BB)
+        S += load_state(ends, other, a, b, DA, DB, STRIDE_A, STRIDE_B, BA, BB)
     return S
 
 
@@ -120,6 +110,7 @@ def walk(
     """Programs: tiles of a * tiles of b * segments * heads.
 
     states [slots, H, DA, DB] may be None; final is [N, H, DA, DB], or, with decay_a given (SEGMENT), each segment's own end.
+    gs: g itself, or, of a call without gates per channel, what `head_decays` reads.
     """
     TA: tl.constexpr = (DA + BA - 1) // BA
     TB: tl.constexpr = (DB + BB - 1) // BB
@@ -149,17 +140,13 @@ def walk(
         if begin is not None:
             S += load_state(begin, row, a, b, DA, DB, DB, 1, BA, BB).to(tl.float32)
         if ends is not None:
-            S = combined(S, ends, end_decay_a, end_decay_b, g, place, total, head, a, b, ADJOINT, H, DA, DB, BA, BB)
+            S = combined(S, ends, end_decay_a, end_decay_b, g, place, total, head, a, b, ADJOINT, H, DA, DB, DB, 1, BA, BB)
     token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
-    if SCALAR:
-        next_steps = steps_of(gs, gamma, token0, rows_left, 0, count, seq, head, ADJOINT, H, HGS, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
         s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
-        if SCALAR:
-            steps = next_steps  # read a turn ahead: nothing else would hide the wait for them
-            next_steps = steps_of(gs, gamma, token0, rows_left, n + 1, count, seq, head, ADJOINT, H, HGS, C, SIGN)
+        index = s.to(tl.int64) * H + head
         if not SEGMENT:
-            store_state(states, S, s.to(tl.int64) * H + head, a, b, DA, DB, BA, BB)
+            store_state(states, S, index, a, b, DA, DB, BA, BB)
         va = load_rows(xa, token, rows, head // (H // HA), a, HA, DA, C, BA, SIGN, EVEN)  # [C, BA]
         vb = load_rows(xb, token, rows, head // (H // HB), b, HB, DB, C, BB, SIGN, EVEN)  # [C, BB]
         if ga is not None:
@@ -188,7 +175,7 @@ def walk(
             if SEGMENT:
                 kept_b *= tot_b
         if SCALAR:
-            _, pre, suf, tot = head_decays(gs, gamma, steps, constant, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
+            _, pre, suf, tot = head_decays(gs, gamma, constant, index, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
             factor = suf
             if ADJOINT:
                 factor = pre
@@ -198,13 +185,13 @@ def walk(
                 kept_a *= tot
         S = dot(left, vb, S, DT, PREC)
     if SEGMENT:
-        index = g.to(tl.int64) * H + head
-        store_state(final, S, index, a, b, DA, DB, BA, BB)
+        segment = g.to(tl.int64) * H + head
+        store_state(final, S, segment, a, b, DA, DB, BA, BB)
         if b == 0:
-            tl.store(decay_a + index * DA + i, kept_a, mask=i < DA)
+            tl.store(decay_a + segment * DA + i, kept_a, mask=i < DA)
         if decay_b is not None:
             if a == 0:
-                tl.store(decay_b + index * DB + j, kept_b, mask=j < DB)
+                tl.store(decay_b + segment * DB + j, kept_b, mask=j < DB)
     else:
         if ADJOINT:
             last = place == 0
