@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import head_log_decay, program_at, slot_at, sums, upto
+from ejkernel.kernels._triton.recurrent._tiles import exp_of_log, head_log_decay, program_at, slot_at, sums, upto
 
 
 @triton.jit
@@ -21,6 +21,14 @@ def constant_decay(gamma, seq, head, H: tl.constexpr):
     if gamma is not None:
         value = tl.maximum(tl.load(gamma + seq * H + head).to(tl.float32), -1e30)
     return value
+
+
+@triton.jit
+def _decay(log, EXACT: tl.constexpr):
+    if EXACT:
+        return tl.exp(log)
+    else:
+        return exp_of_log(log)
 
 
 @triton.jit
@@ -68,7 +76,7 @@ def head_decays(
         upto_row = logs
         whole = tl.load(gs + index * C + (C - 1))
         after_row = whole - logs
-    return logs, tl.exp(upto_row), tl.exp(after_row), tl.exp(whole)
+    return logs, _decay(upto_row, EXACT), _decay(after_row, EXACT), tl.exp(whole)
 
 
 @triton.jit
@@ -94,4 +102,4 @@ def decay_matrix(gs, logs, constant, TRANSPOSED: tl.constexpr, C: tl.constexpr, 
         between = logs[None, :] - logs[:, None]
     else:
         between = logs[:, None] - logs[None, :]
-    return tl.where(t >= s, tl.exp(between), 0.0)
+    return tl.where(t >= s, _decay(between, EXACT), 0.0)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ejkernel.kernels._triton.recurrent._tiles import (
     all_mild,
+    exp_of_log,
     load_rows,
     load_state,
     program_at,
@@ -26,16 +27,6 @@ from ejkernel.kernels._triton.recurrent._walk import combined, rows_of, segment_
 @triton.jit
 def _mul(a, b):
     return a * b
-
-
-@triton.jit
-def exp_of_log(x, APPROXIMATE: tl.constexpr):
-    if APPROXIMATE:  # one instruction; tl.exp adds range handling that no log decay needs
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp(x)
 
 
 @triton.jit
@@ -71,7 +62,7 @@ def _prepare_one(
     q, k, g, gs, gamma, token, rows, seq, head, index, scale,
     A, qd, kd, tot, totals,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, APPROXIMATE: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 64
     DT: tl.constexpr = kd.dtype.element_ty
@@ -126,7 +117,7 @@ def _prepare_one(
                 total += tl.where(chunk_row < rows, tl.load(gamma + seq * H + head).to(tl.float32), 0.0)
             bg += total[:, None]
         bk = tl.reshape(bk, [16, 4, BK])
-        e = tl.reshape(exp_of_log(bg, APPROXIMATE), [16, 4, BK])
+        e = tl.reshape(exp_of_log(bg), [16, 4, BK])
         fq = tl.reshape(e, [2, 2, 2, 2, 2, 2, BK])
         if q is not None:
             bq = tl.reshape(bq, [16, 4, BK])
@@ -177,7 +168,7 @@ def prepare(
     q, k, g, gs, gamma, slots, mild, scale, T, NT, COUNT, filled_A, filled_qd, filled_kd, filled_tot,
     A, qd, kd, tot, totals,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, APPROXIMATE: tl.constexpr, GROUP: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Programs: groups of GROUP of COUNT slots * heads. Chunks that are `mild` [slots, H] are done already, in the same memory.
 
@@ -196,7 +187,7 @@ def prepare(
             if (rows > 0) & (tl.load(mild + index) == 0):
                 _prepare_one(
                     q, k, g, gs, gamma, token, rows, seq, head, index, scale, A, qd, kd, tot, totals, H, HK, HG, HGS, K, KP, BK,
-                    SIGN, EVEN, APPROXIMATE,
+                    SIGN, EVEN,
                 )  # fmt: skip
 
 

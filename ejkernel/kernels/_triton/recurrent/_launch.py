@@ -278,8 +278,8 @@ def scalar_backward(
         out["dg"] = shape((B, T, H), np.float32)
     results = triton_call(
         q, k, v, gs, gamma, do, starts, ends, slots.table, plan.scale, T, slots.per_sequence, kernel=_scalar.backward,
-        grid=(slots.count * H,), HK=heads(k), K=K, V=V, BK=BK, BV=BV, EXACT=plan.exact,
-        num_warps=plan.num_warps or 4, num_stages=plan.num_stages or 3, out_shape=list(out.values()),
+        grid=(slots.count * H,), HK=heads(k), K=K, V=V, BK=BK, BV=BV, EXACT=plan.exact, EARLY=0,
+        num_warps=plan.num_warps or 4, num_stages=plan.num_stages or 3, maxnreg=168 if K <= BK and V <= BV else None, out_shape=list(out.values()),
         **absent(n for n in ("dv", "dg") if n not in out), **call.constants(),
     )  # fmt: skip
     found = dict(zip(out, results, strict=True))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.callib import cdiv, is_interpreted, shared_memory, triton_call
+from ejkernel.callib import cdiv, shared_memory, triton_call
 from ejkernel.kernels._triton.recurrent import _key, _mild, _pairs, _side, _wide
 from ejkernel.kernels._triton.recurrent._launch import Call, Side, absent, fits_registers, heads, per_head_dtype, shape, sides
 from ejkernel.kernels._triton.recurrent._plan import PROGRAMS_TO_FILL, Array, Segments, gate_pieces, tile
@@ -54,14 +54,14 @@ def prepared(
     *found, mild = triton_call(
         *arrays, scale, T, slots.per_sequence, kernel=_mild.mild_prepare, grid=(count, H), BK=min(P, BK), num_warps=4,
         maxnreg=168 if BK == 64 else None, PIECES=gate_pieces(plan, gate, g, g_gamma),
-        APPROXIMATE=not is_interpreted(_mild.mild_prepare), out_shape=[*out.values(), shape((count, H), np.int32)], **common,
+        out_shape=[*out.values(), shape((count, H), np.int32)], **common,
     )  # fmt: skip
     group = slots_together(call)
     filled = dict(zip(out, found, strict=True))
     given = (*arrays, mild, scale, T, slots.per_sequence, count, *(filled.get(n) for n in ("A", "qd", "kd", "tot")))
     found = triton_call(
         *given, kernel=_key.prepare, grid=(cdiv(count, group) * H,), BK=min(P, 128), GROUP=group, num_warps=4,
-        APPROXIMATE=not is_interpreted(_key.prepare), maxnreg=160 if P == 64 else None,
+        maxnreg=160 if P == 64 else None,
         out_shape=[*out.values(), *([shape((count, H, 8, D), np.float32)] if totals else [])],
         input_output_aliases={len(given) - len(out) + i: i for i in range(len(out))},
         **absent([] if totals else ["totals"]), **common,
@@ -195,8 +195,7 @@ def one_side(
     found = triton_call(
         *inputs, A2, *opposite_rows, tot2, starts, ends, prepared.mild, slots.table, scale, T, slots.per_sequence,
         kernel=_mild.mild_side, grid=(cdiv(D, BD) * count * H,), BD=BD, B2=tile(D2, 128), num_warps=4,
-        PIECES=gate_pieces(plan, own.gate, g, g_gamma), APPROXIMATE=not is_interpreted(_mild.mild_side),
-        STAGES=1, **common,
+        PIECES=gate_pieces(plan, own.gate, g, g_gamma), **common,
     )  # fmt: skip
     BD, group = block or 32, slots_together(call)
     filled = dict(zip(names, found, strict=True))
@@ -207,6 +206,6 @@ def one_side(
     places = [len(given) - 3 + i for i, n in enumerate(("dx", "dy", "dg")) if n in names]
     return triton_call(
         *given, kernel=_side.side, grid=(cdiv(D, BD) * cdiv(count, group) * H,), BD=BD, B2=tile(D2, 128), GROUP=group,
-        APPROXIMATE=not is_interpreted(_side.side), STAGES=1 if D2 <= 128 else 2, STATES_FIRST=D2 > 128, num_warps=8,
+        STAGES=1 if D2 <= 128 else 2, STATES_FIRST=D2 > 128, num_warps=8,
         maxnreg=128, input_output_aliases={place: i for i, place in enumerate(places)}, **common,
     )  # fmt: skip

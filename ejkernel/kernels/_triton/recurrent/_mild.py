@@ -15,10 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._key import exp_of_log
 from ejkernel.kernels._triton.recurrent._tiles import (
     channel_log_decay,
     dot,
+    exp_of_log,
     load_rows,
     load_state,
     onwards,
@@ -45,7 +45,7 @@ def mild_prepare(
     q, k, g, gs, gamma, slots, scale, T, NT,
     A, qd, kd, tot, mild,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr, APPROXIMATE: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Programs: slots * heads. `_key.prepare` for mild chunks.
 
@@ -71,11 +71,11 @@ def mild_prepare(
         logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, K, C, BK, SIGN, EVEN)  # [C, BK]
         span = tl.maximum(span, tl.max(tl.sum(tl.abs(logs), 0), 0))
         c, half = _from_middle(logs, PIECES)
-        bk = bk.to(tl.float32) * exp_of_log(-c, APPROXIMATE)
+        bk = bk.to(tl.float32) * exp_of_log(-c)
         at = index * (C * KP) + (r[:, None] * KP + (col + tl.arange(0, BK))[None, :])
         tl.store(kd + at, (bk * half[None, :]).to(DT))
         if q is not None:
-            bq = bq.to(tl.float32) * (exp_of_log(c, APPROXIMATE) * scale)
+            bq = bq.to(tl.float32) * (exp_of_log(c) * scale)
             tl.store(qd + at, (bq * half[None, :]).to(DT))
             # Rounded once, when they are stored: in bfloat16 these factors would cost as much accuracy as all the rest.
             pairs = tl.dot(bq, tl.trans(bk), pairs, input_precision="tf32")
@@ -114,7 +114,7 @@ def mild_side(
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    PIECES: tl.constexpr, APPROXIMATE: tl.constexpr, STAGES: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
     """Programs: tiles of BD own channels * slots * heads. `_side.side` for mild chunks.
 
@@ -141,7 +141,7 @@ def mild_side(
     through = tl.zeros([BD], tl.float32)
     if A2 is not None:
         M += tl.load(A2 + index * (C * C) + (r[:, None] * C + r[None, :])).to(tl.float32)
-    for c2 in tl.range(0, D2, B2, num_stages=STAGES):
+    for c2 in range(0, D2, B2):
         bx2 = _opposite(x2, token, rows, index, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)  # [C, B2]
         if dy is not None:
             by2 = _opposite(y2, token, rows, index, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
@@ -159,19 +159,19 @@ def mild_side(
     logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, D, C, BD, SIGN, EVEN)  # [C, BD]
     c, half = _from_middle(logs, PIECES)
     by = load_rows(y, token, rows, head // (H // HY), col, HY, D, C, BD, SIGN, EVEN)
-    by = (by.to(tl.float32) * exp_of_log(-c, APPROXIMATE)).to(DT)
+    by = (by.to(tl.float32) * exp_of_log(-c)).to(DT)
     if dy is not None:
         bx = load_rows(x, token, rows, head // (H // HX), col, HX, D, C, BD, SIGN, EVEN)
-        bx = (bx.to(tl.float32) * exp_of_log(c, APPROXIMATE)).to(DT)
+        bx = (bx.to(tl.float32) * exp_of_log(c)).to(DT)
     if not TOGETHER:
-        for c2 in tl.range(0, D2, B2, num_stages=STAGES):
+        for c2 in range(0, D2, B2):
             S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
             bx2 = _opposite(x2, token, rows, index, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)
             ax = dot(bx2, tl.trans(S), ax, DT, PREC)
     ax = tl.dot(M, by, ax * (half * scale)[None, :])
     if dy is not None:
         if not TOGETHER:
-            for c2 in tl.range(0, D2, B2, num_stages=STAGES):
+            for c2 in range(0, D2, B2):
                 dS = load_state(ends, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
                 by2 = _opposite(y2, token, rows, index, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
                 ay = dot(by2, tl.trans(dS), ay, DT, PREC)
@@ -190,6 +190,6 @@ def mild_side(
             # Once more instead of kept: the registers are needed in between.
             logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, D, C, BD, SIGN, EVEN)
             c, _ = _from_middle(logs, PIECES)
-        store_rows(dy, exp_of_log(-c, APPROXIMATE) * ay, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
+        store_rows(dy, exp_of_log(-c) * ay, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
     if dx is not None:
-        store_rows(dx, exp_of_log(c, APPROXIMATE) * ax, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
+        store_rows(dx, exp_of_log(c) * ax, token, rows, head, col, H, D, C, BD, SIGN, EVEN)

@@ -14,9 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._key import exp_of_log
 from ejkernel.kernels._triton.recurrent._pairs import block_row, permuted
-from ejkernel.kernels._triton.recurrent._tiles import all_mild, dot, load_state, program_at, slot_at
+from ejkernel.kernels._triton.recurrent._tiles import all_mild, dot, exp_of_log, load_state, program_at, slot_at
 
 
 @triton.jit
@@ -206,7 +205,7 @@ def _side_one(
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    APPROXIMATE: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr,
+    STAGES: tl.constexpr, STATES_FIRST: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 64
     DT: tl.constexpr = M.dtype.element_ty
@@ -229,7 +228,7 @@ def _side_one(
             log += tl.load(at, mask=blk * 8 + t < rows, other=0.0).to(tl.float32)
         if gamma is not None:
             log += tl.where(blk * 8 + t < rows, tl.load(gamma + seq * H + head).to(tl.float32), 0.0)
-        es = es + (exp_of_log(log, APPROXIMATE),)
+        es = es + (exp_of_log(log),)
         if x is not None:
             xs = xs + (_row(px + t * (SIGN * HX * D), blk * 8 + t, rows, c, D, BD, EVEN),)
         else:  # everything that would come of it falls away
@@ -318,7 +317,7 @@ def side(
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    APPROXIMATE: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Programs: tiles of BD own channels * groups of GROUP of COUNT slots * heads.
 
@@ -349,5 +348,5 @@ def side(
                 _side_one(
                     x, y, g, gs, gamma, M, near, totals, x2, y2, tot2, starts, ends, token, rows, seq, head, index,
                     tile * BD, scale, dx, dy, dg, H, HX, HY, HG, HGS, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
-                    SIGN, EVEN, PREC, APPROXIMATE, STAGES, STATES_FIRST,
+                    SIGN, EVEN, PREC, STAGES, STATES_FIRST,
                 )  # fmt: skip
