@@ -69,6 +69,44 @@ def compile_kernel(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=flags)
 
 
+def compile_to_fit(
+    kernel: Any,
+    signature: tuple[tuple[str, str], ...],
+    constants: dict[str, Any],
+    options: Options,
+    capability: int,
+) -> Any:
+    """`compile_kernel` with as many stages as asked for, or as the shared memory of that GPU has room for.
+
+    Raises:
+        RuntimeError: not even one stage fits.
+    """
+    room = shared_memory_of(capability)
+    while True:
+        compiled = compile_kernel(kernel, signature, tuple(sorted(constants.items())), options, capability)
+        if compiled.metadata.shared <= room:
+            return compiled
+        stages = max(options.num_stages, constants.get("STAGES", 1))
+        if stages <= 1:
+            raise RuntimeError(
+                f"{kernel.fn.__name__} needs {compiled.metadata.shared} bytes of shared memory with these tiles; a GPU of compute "
+                f"capability {capability / 10} has {room}. Give a cfg with smaller tiles (block_q, block_k, block_d), or "
+                f"platform='xla'."
+            )
+        options = dataclasses.replace(options, num_stages=min(options.num_stages, stages - 1))
+        if "STAGES" in constants:
+            constants = {**constants, "STAGES": min(constants["STAGES"], stages - 1)}
+
+
+# Bytes of shared memory that one program may take, by compute capability. Of those not listed: the least of all.
+_SHARED = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 120: 99 << 10}
+
+
+def shared_memory_of(capability: int) -> int:
+    """Bytes of shared memory that one program may take on a GPU of this compute capability."""
+    return _SHARED.get(capability, min(_SHARED.values()))
+
+
 def signature_of(names: Sequence[str], values: Sequence[Any]) -> tuple[tuple[tuple[str, str], ...], dict[str, None]]:
     """(parameter types, parameters that are None) from arrays (or their shapes), numbers and None."""
     signature: list[tuple[str, str]] = []
@@ -96,7 +134,7 @@ def run_compiled(
     gpu_triton = _plugin()
     target = capability() if target is None else target
     signature, absent = signature_of(names, [*args, *outputs])
-    compiled = compile_kernel(kernel, signature, tuple(sorted({**constants, **absent}.items())), options, target)
+    compiled = compile_to_fit(kernel, signature, {**constants, **absent}, options, target)
     meta = compiled.metadata
     program = gpu_triton.TritonKernel(meta.name, meta.num_warps, 1, meta.shared, compiled.asm["ptx"], "", target)
     parameters = []

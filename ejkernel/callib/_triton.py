@@ -29,17 +29,11 @@ def compile_for(compute_capability: int) -> Iterator[None]:
         _target.reset(token)
 
 
-# Bytes of shared memory that one program may take, by compute capability (of those not listed: the least of them).
-_SHARED = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 120: 99 << 10}
-
-
 def shared_memory(kernel: Any) -> int:
     """Bytes of shared memory that a program of `kernel` may take on the GPU that it is compiled for; interpreted: an H100's."""
-    if is_interpreted(kernel):
-        return _SHARED[90]
-    from ejkernel.callib._compiled import capability
+    from ejkernel.callib._compiled import capability, shared_memory_of
 
-    return _SHARED.get(_target.get() or capability(), min(_SHARED.values()))
+    return shared_memory_of(90 if is_interpreted(kernel) else _target.get() or capability())
 
 
 def triton_call(
@@ -64,7 +58,8 @@ def triton_call(
             specialised on their value) or None (a pointer the kernel does without).
         out_shape: a `jax.ShapeDtypeStruct` or a pytree of them; the result has its structure.
         grid: the number of programs along up to three axes, or a function of `constants` that gives it.
-        num_warps, num_stages, maxnreg: Triton's compile options; without meaning when interpreted.
+        num_warps, num_stages, maxnreg: Triton's compile options; without meaning when interpreted. Where the GPU's shared
+            memory is too small, num_stages and a constant named STAGES are lowered until a program fits.
         input_output_aliases: {index in `args`: index of the output} that share one buffer: the output starts with the
             input's contents. The input is copied first unless it is donated or no longer needed.
         zeroed_outputs: indices of outputs that are zero when the kernel starts. All others hold anything (interpreted: NaN).
@@ -74,6 +69,7 @@ def triton_call(
     Raises:
         ImportError: Triton, or compiled: JAX's CUDA plugin, is not installed.
         TypeError: the arguments do not fit the kernel's parameters.
+        RuntimeError: the kernel needs more shared memory than the GPU has.
 
     Example:
         >>> triton_call(x, y, n, kernel=add, out_shape=x, grid=cdiv(n, 128), BLOCK=128)   # doctest: +SKIP

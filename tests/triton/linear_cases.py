@@ -88,8 +88,8 @@ INTERPRETED = [
     Case(
         ("g", "gk", "gv"), dtype="bfloat16", shape=(1, 130, 2, 1, 24, 16), cu_seqlens=(0, 5, 5, 70, 130), block_q=64, state=True
     ),
-    Case(("g",), "resets", dtype="bfloat16", shape=(1, 1030, 1, 1, 140, 24), block_q=64, state=True),  # splits the sequence
-    Case(("gk",), dtype="bfloat16", shape=(1, 100, 1, 1, 140, 24), cu_seqlens=(0, 5, 5, 70, 100), block_q=64, reverse=True),
+    Case(("g",), "resets", dtype="bfloat16", shape=(1, 1030, 1, 1, 140, 72), block_q=64, state=True),  # splits the sequence
+    Case(("gk",), dtype="bfloat16", shape=(1, 100, 1, 1, 140, 72), cu_seqlens=(0, 5, 5, 70, 100), block_q=64, reverse=True),
     Case((), dtype="bfloat16", shape=(1, 70, 2, 1, 200, 16), block_q=64),
     Case(("g_gamma",), dtype="bfloat16", shape=(1, 300, 2, 1, 24, 16), state=True),
     Case(("g",), "mild", dtype="bfloat16", shape=(1, 40, 2, 2, 16, 16), state=True),

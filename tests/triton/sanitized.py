@@ -33,6 +33,7 @@ CASES = [
     Case(("g",), shape=(1, 70, 2, 1, 100, 36), block_q=32, state=True),
     Case(("g",), shape=(1, 70, 1, 1, 300, 70), **BF16),
     Case(("g",), shape=(1, 70, 1, 1, 140, 24), **BF16),
+    Case(("gk",), shape=(1, 70, 2, 1, 140, 100), **BF16),
     Case(("g_gamma",), shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, **BF16),
     Case(("gk",), RESETS, shape=(1, 70, 2, 1, 100, 36), **BF16),
     Case(("gk",), RESETS, shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, reverse=True, **BF16),

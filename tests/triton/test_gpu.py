@@ -29,6 +29,8 @@ LARGE = [
     Case(("gk",), "strong", (1, 256, 2, 1, 64, 64), reverse=True, gate_heads="Hkv", gate_dtype="bfloat16", **BF16),
     Case(("gk",), "mild", (1, 200, 1, 1, 256, 512), gate_dtype="bfloat16", state=True, **BF16),
     Case(("g",), "mild", (1, 200, 1, 1, 256, 512), state=True, **BF16),
+    Case(("g",), "mild", (1, 4096, 1, 1, 256, 128), state=True, **BF16),  # splits the sequence
+    Case(("gk",), "resets", (1, 601, 2, 1, 256, 160), cu_seqlens=LONG, state=True, reverse=True, **BF16),
     Case(("g",), "mild", (1, 200, 1, 1, 512, 320), state=True, **BF16),
     Case(("gk",), "mild", (1, 130, 1, 1, 512, 320), **BF16),
     Case(("g", "g_gamma"), "-inf", (1, 601, 2, 1, 128, 128), cu_seqlens=LONG, state=True, **BF16),

@@ -271,6 +271,8 @@ def scalar_backward(
     gated = gs is not None or gamma is not None
     wide = 64 if plan.operand == jnp.bfloat16 else 32
     BK, BV = plan.block_k or tile(K, wide), plan.block_d or tile(V, wide)
+    # So three programs share a multiprocessor: 0.203 against 0.229 ms with 64 channels, but 0.35 against 0.25 with 128.
+    one_tile = plan.operand == jnp.bfloat16 and plan.C == 64 and BK >= K and BV >= V and not plan.num_warps
     out = {"dq": shape(q.shape, q.dtype), "dk": shape((B, T, H, K), per_head_dtype(call, k))}
     if of_value:
         out["dv"] = shape((B, T, H, V), per_head_dtype(call, v))
@@ -278,8 +280,8 @@ def scalar_backward(
         out["dg"] = shape((B, T, H), np.float32)
     results = triton_call(
         q, k, v, gs, gamma, do, starts, ends, slots.table, plan.scale, T, slots.per_sequence, kernel=_scalar.backward,
-        grid=(slots.count * H,), HK=heads(k), K=K, V=V, BK=BK, BV=BV, EXACT=plan.exact, EARLY=0,
-        num_warps=plan.num_warps or 4, num_stages=plan.num_stages or 3, maxnreg=168 if K <= BK and V <= BV else None, out_shape=list(out.values()),
+        grid=(slots.count * H,), HK=heads(k), K=K, V=V, BK=BK, BV=BV, EXACT=plan.exact, maxnreg=168 if one_tile else None,
+        num_warps=plan.num_warps or 4, num_stages=plan.num_stages or 3, out_shape=list(out.values()),
         **absent(n for n in ("dv", "dg") if n not in out), **call.constants(),
     )  # fmt: skip
     found = dict(zip(out, results, strict=True))

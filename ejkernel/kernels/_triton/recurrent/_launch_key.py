@@ -106,15 +106,14 @@ def walk_outputs(
     """`_key.outputs`: [output; state at the end; states if kept]."""
     plan, (B, T, H, K, V), slots = call.plan, call.dims, call.slots
     KP = tot.shape[2]
-    wide = not (adjoint or keep) and _wide_tiles(call, KP)
-    BV = 128 if wide else plan.block_d or tile(V, 64)
-    tiles = cdiv(V, BV)
-    segments = Segments.of(slots, call.sequences, call.sequences * H * tiles)
+    wide = _wide_tiles(call, KP)
+    BV = plan.block_d or tile(V, 64)
+    segments = Segments.of(slots, call.sequences, call.sequences * H * cdiv(V, 128 if wide else BV))
     sizes = (slots.table, segments.table, T, slots.per_sequence, segments.per_sequence, segments.chunks)
     common: dict[str, Any] = {
         "H": H, "SIGN": plan.sign, "EVEN": slots.even, "K": K, "KP": KP, "HV": heads(v), "V": V, "BV": BV, "ADJOINT": adjoint,
         "STAGES": plan.num_stages or (3 if KP <= 128 else 1), "num_warps": plan.num_warps or 4, "kernel": _key.outputs,
-        "grid": (tiles * segments.count * H,),
+        "grid": (cdiv(V, BV) * segments.count * H,),
     }  # fmt: skip
     ends = decay = None
     if segments.split:
@@ -124,15 +123,17 @@ def walk_outputs(
             out_shape=[shape((G, H, K, V), np.float32), shape((G, H, K), np.float32)], **common,
         )  # fmt: skip
     out = {"o": shape((B, T, H, V), output), "final": shape((call.sequences, H, K, V), np.float32)}
-    if wide:
-        del common["ADJOINT"]
-        common |= {"kernel": _wide.wide_outputs, "STAGES": 2, "num_warps": 8, "ALIKE": call.gated_by_head}
-        return triton_call(qd, kd, tot, A, v, begin, ends, decay, *sizes, out_shape=list(out.values()), **common)
     if keep:
         out["states"] = shape((slots.count, H, K, V), plan.operand)
+    if wide:
+        grid = (cdiv(V, 128) * segments.count * H,)
+        common |= {"kernel": _wide.wide_outputs, "grid": grid, "BV": 128, "STAGES": 2, "num_warps": 8}
+        common["ALIKE"] = call.gated_by_head
+    else:
+        common["decay"] = None
     return triton_call(
-        qd, kd, tot, A, v, begin, ends, decay, *sizes, decay=None, out_shape=list(out.values()),
-        **absent([] if keep else ["states"]), **common,
+        qd, kd, tot, A, v, begin, ends, decay, *sizes, out_shape=list(out.values()), **absent([] if keep else ["states"]),
+        **common,
     )  # fmt: skip
 
 

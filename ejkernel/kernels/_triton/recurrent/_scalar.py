@@ -184,11 +184,9 @@ def backward(
     dq, dk, dv, dg,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs: slots * heads. dq, dk [tokens, H, K], dv [tokens, H, V] or None; dg [tokens, H] (None without a gate)."""
     GATED: tl.constexpr = (gs is not None) or (gamma is not None)
-    ONE: tl.constexpr = (K <= BK) and (V <= BV) and EARLY  # one tile holds all channels: everything is read at once
     _, head, s = program_at(1, H)
     kv = head // (H // HK)
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
@@ -198,19 +196,10 @@ def backward(
     t = tl.arange(0, C)[:, None]
     u = tl.arange(0, C)[None, :]
     dA = tl.zeros([C, C], tl.float32)  # do v^T, the adjoint of q k^T * D
-    if ONE:
-        bq = load_rows(q, token, rows, head, 0, H, K, C, BK, SIGN, EVEN)  # [C, BK]
-        bk = load_rows(k, token, rows, kv, 0, HK, K, C, BK, SIGN, EVEN)
-        S = load_state(starts, index, 0, 0, K, V, V, 1, BK, BV)  # [BK, BV]
-        dS = load_state(ends, index, 0, 0, K, V, V, 1, BK, BV)
-        bd = load_rows(do, token, rows, head, 0, H, V, C, BV, SIGN, EVEN)  # [C, BV]
-        bv = load_rows(v, token, rows, kv, 0, HK, V, C, BV, SIGN, EVEN)
+    for c in range(0, V, BV):
+        bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
+        bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
         dA = dot(bd, tl.trans(bv.to(DT)), dA, DT, PREC)
-    else:
-        for c in range(0, V, BV):
-            bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
-            bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
-            dA = dot(bd, tl.trans(bv.to(DT)), dA, DT, PREC)
     if GATED:
         constant = constant_decay(gamma, seq, head, H)
         logs, pre, suf, kept = head_decays(gs, gamma, constant, index, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
@@ -227,42 +216,33 @@ def backward(
     at_suffix = tl.zeros([C], tl.float32)
     through = 0.0
     for a in range(0, K, BK):
-        # First all of dk, then all of dq: fewer registers are in use at a time.
-        if not ONE:
-            bq = load_rows(q, token, rows, head, a, H, K, C, BK, SIGN, EVEN)  # [C, BK]
-            bk = load_rows(k, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)
+        bq = load_rows(q, token, rows, head, a, H, K, C, BK, SIGN, EVEN)  # [C, BK]
+        bk = load_rows(k, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)
+        xq = tl.zeros([C, BK], tl.float32)
         xk = tl.zeros([C, BK], tl.float32)
         for c in range(0, V, BV):
-            if not ONE:
-                bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)  # [C, BV]
-                dS = load_state(ends, index, a, c, K, V, V, 1, BK, BV)  # [BK, BV]
-                if GATED:
-                    S = load_state(starts, index, a, c, K, V, V, 1, BK, BV)
+            bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)  # [C, BV]
+            bv = load_rows(v, token, rows, kv, c, HK, V, C, BV, SIGN, EVEN)
+            S = load_state(starts, index, a, c, K, V, V, 1, BK, BV)  # [BK, BV]
+            dS = load_state(ends, index, a, c, K, V, V, 1, BK, BV)
+            xq = dot(bd, tl.trans(S.to(DT)), xq, DT, PREC)
             xk = dot(bv, tl.trans(dS.to(DT)), xk, DT, PREC)
             if GATED:
                 through += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1), 0)
-        yk = dot(dAt, bq, None, DT, PREC)
-        if GATED:
-            xk *= suf[:, None]
-            at_suffix += tl.sum(xk * bk.to(tl.float32), 1)
-            balance -= tl.sum(yk * bk.to(tl.float32), 1)
-        xk += yk + itself[:, None] * bq.to(tl.float32)
-        store_rows(dk, xk, token, rows, head, a, H, K, C, BK, SIGN, EVEN)
-        xq = tl.zeros([C, BK], tl.float32)
-        for c in range(0, V, BV):
-            if not ONE:
-                bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)  # [C, BV]
-                S = load_state(starts, index, a, c, K, V, V, 1, BK, BV)  # [BK, BV]
-            xq = dot(bd, tl.trans(S.to(DT)), xq, DT, PREC)
+        fq = bq.to(tl.float32)
+        fk = bk.to(tl.float32)
         if GATED:
             xq *= pre[:, None]
+            xk *= suf[:, None]
+            at_suffix += tl.sum(xk * fk, 1)
         else:
             xq *= scale
         xq = dot(dA, bk, xq, DT, PREC)
+        yk = dot(dAt, bq, None, DT, PREC)
         if GATED:
-            balance += tl.sum(xq * bq.to(tl.float32), 1)
-        xq += itself[:, None] * bk.to(tl.float32)
-        store_rows(dq, xq, token, rows, head, a, H, K, C, BK, SIGN, EVEN)
+            balance += tl.sum(xq * fq - yk * fk, 1)
+        store_rows(dq, xq + itself[:, None] * fk, token, rows, head, a, H, K, C, BK, SIGN, EVEN)
+        store_rows(dk, xk + yk + itself[:, None] * fq, token, rows, head, a, H, K, C, BK, SIGN, EVEN)
     if dv is not None:
         A = tl.zeros([C, C], tl.float32)  # q k^T
         for c in range(0, K, BK):
@@ -285,5 +265,5 @@ def backward(
         # The decay of row r is in what every row t >= r reads, of the state and of rows s < r, in what the state keeps of every
         # row before r, and in what passes through the whole chunk. A pair (t, s) counts at t and, negative, at s, by the very
         # same products: of pairs from r on nothing is left in the sum.
-        dlog = tl.sum(tl.where(u >= t, balance[None, :], at_suffix[None, :]), 1) + through * kept
+        dlog = tl.sum(tl.where(t >= u, balance[:, None], at_suffix[:, None]), 0) + through * kept
         tl.store(dg + (token + SIGN * r) * H + head, dlog, mask=r < rows)

@@ -1,8 +1,8 @@
-"""`_key.outputs` forward for states of 256 key channels, of which each tile of values reads all of q and k again.
+"""`_key.outputs` for states of 256 key channels, of which each tile of values reads all of q and k again.
 
-With 128 value channels a program they are read half as often as with 64. The state is held transposed: so it is the left
-operand of its product with q, which the tensor cores take from registers, and shared memory is left for the rows of the next
-chunk to come in while this one is computed (H200, (8, 4096, 4, 256, 512): 0.244 ms, 0.347 without that, 0.328 by `outputs`).
+With 128 value channels a program they are read half as often as with 64. The state is held transposed, in two halves of key
+channels: so it is the left operand of its product with q, which the tensor cores take from registers, and shared memory is left
+for the rows of the next chunk to come in while this one is computed.
 """
 
 from __future__ import annotations
@@ -15,43 +15,72 @@ from ejkernel.kernels._triton.recurrent._walk import combined, rows_of, segment_
 
 
 @triton.jit
+def _start(
+    begin, ends, end_decay, g, seq, place, total, head, a, b, ADJOINT: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """[BV, BA]: the state at a segment's beginning, transposed, from key channel a and value channel b on."""
+    S = tl.zeros([BV, BA], tl.float32)
+    if begin is not None:
+        S += load_state(begin, seq.to(tl.int64) * H + head, b, a, V, K, 1, V, BV, BA).to(tl.float32)
+    if ends is not None:
+        S = combined(S, ends, None, end_decay, g, place, total, head, b, a, ADJOINT, H, V, K, 1, V, BV, BA)
+    return S
+
+
+@triton.jit
 def wide_outputs(
     qd, kd, tot, A, v, begin, ends, end_decay, slots, segments, T, NT, NS, SC,
-    o, final,
+    o, final, states,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
-    EVEN: tl.constexpr, ALIKE: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ADJOINT: tl.constexpr, ALIKE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs: value tiles * segments * heads. ALIKE: all channels of `tot` decay alike."""
+    """Programs: value tiles * segments * heads. ALIKE: all channels of `tot` decay alike. All else as in `_key.outputs`."""
     C: tl.constexpr = 64
+    HALF: tl.constexpr = KP // 2
     TV: tl.constexpr = (V + BV - 1) // BV
     tile, head, unit = program_at(TV, H)
     b = tile * BV
     g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
     if seq < 0:
         return
-    row = seq.to(tl.int64) * H + head
     r = tl.arange(0, C)
-    ck = tl.arange(0, KP)
-    S = tl.zeros([BV, KP], tl.float32)
-    if begin is not None:
-        S += load_state(begin, row, b, 0, V, K, 1, V, BV, KP).to(tl.float32)
-    if ends is not None:
-        S = combined(S, ends, None, end_decay, g, place, total, head, b, 0, False, H, V, K, 1, V, BV, KP)
+    c = tl.arange(0, HALF)
+    S0 = _start(begin, ends, end_decay, g, seq, place, total, head, 0, b, ADJOINT, H, K, V, HALF, BV)  # [BV, HALF]
+    S1 = _start(begin, ends, end_decay, g, seq, place, total, head, HALF, b, ADJOINT, H, K, V, HALF, BV)
     token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
-        s, token, rows = slot_of(first, count, token0, rows_left, n, False, C, SIGN)
+        s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
         index = s.to(tl.int64) * H + head
-        at = index * (C * KP) + (r[:, None] * KP + ck[None, :])
-        bq = tl.load(qd + at)  # [C, KP]
-        bk = tl.load(kd + at)
-        bv = tl.trans(load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN).to(bk.dtype))  # [BV, C]
+        at = index * (C * KP) + (r[:, None] * KP + c[None, :])
+        q0 = tl.load(qd + at)  # [C, HALF]
+        q1 = tl.load(qd + at + HALF)
+        k0 = tl.load(kd + at)
+        k1 = tl.load(kd + at + HALF)
+        bv = tl.trans(load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN).to(k0.dtype))  # [BV, C]
         ba = tl.load(A + index * (C * C) + r[:, None] * C + r[None, :])  # [C, C]
-        bo = tl.dot(bv, tl.trans(ba), tl.dot(S.to(bq.dtype), tl.trans(bq)))  # [BV, C]
+        if not ADJOINT:
+            ba = tl.trans(ba)
+        B0 = S0.to(k0.dtype)
+        B1 = S1.to(k0.dtype)
+        if states is not None:
+            store_state(states, tl.trans(B0), index, 0, b, K, V, HALF, BV)
+            store_state(states, tl.trans(B1), index, HALF, b, K, V, HALF, BV)
+        bo = tl.dot(B1, tl.trans(q1), tl.dot(B0, tl.trans(q0), tl.dot(bv, ba)))  # [BV, C]
         if ALIKE:
-            S *= tl.load(tot + index * KP)
+            decay = tl.load(tot + index * KP)
+            S0 *= decay
+            S1 *= decay
         else:
-            S *= tl.load(tot + index * KP + ck)[None, :]
-        S = tl.dot(bv, bk, S)
+            S0 *= tl.load(tot + index * KP + c)[None, :]
+            S1 *= tl.load(tot + index * KP + HALF + c)[None, :]
+        S0 = tl.dot(bv, k0, S0)
+        S1 = tl.dot(bv, k1, S1)
         store_rows(o, tl.trans(bo), token, rows, head, b, H, V, C, BV, SIGN, EVEN)
-    if place == total - 1:
-        store_state(final, tl.trans(S), row, 0, b, K, V, KP, BV)
+    last = place == total - 1  # whether this segment is walked last
+    if ADJOINT:
+        last = place == 0
+    if last:
+        row = seq.to(tl.int64) * H + head
+        store_state(final, tl.trans(S0), row, 0, b, K, V, HALF, BV)
+        store_state(final, tl.trans(S1), row, HALF, b, K, V, HALF, BV)
