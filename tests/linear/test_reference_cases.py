@@ -13,7 +13,7 @@ from ejkernel.kernels._registry import Backend
 from ejkernel.testing.compare import assert_close
 from ejkernel.testing.linear_cases import CASES, LinearCase
 
-CHUNKED, RECURRENT = LinearConfig("chunked", 32), LinearConfig("recurrent", 8)
+CHUNKED, RECURRENT = LinearConfig("chunked", 32), LinearConfig("recurrent", 16)
 
 
 @functools.cache
