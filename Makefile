@@ -40,11 +40,12 @@ test-gpu:
 # Out-of-bounds reads and writes of every Triton kernel, on a GPU. Each array is an allocation of its own, so that its end is one.
 # The first run compiles, the second is watched.
 SANITIZER ?= compute-sanitizer
+PROGRAMS := $(or $(TMPDIR),/tmp)/ejkernel_sanitized.pickle
 sanitize-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
 sanitize-gpu: export XLA_PYTHON_CLIENT_ALLOCATOR := platform
 sanitize-gpu:
-	$(PYTHON) -m tests.triton.sanitized
-	$(SANITIZER) --tool memcheck --error-exitcode 3 --print-limit 20 $(PYTHON) -m tests.triton.sanitized
+	$(PYTHON) -m tests.triton.sanitized $(PROGRAMS)
+	$(SANITIZER) --tool memcheck --error-exitcode 3 --print-limit 20 $(PYTHON) -m tests.triton.watched $(PROGRAMS)
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

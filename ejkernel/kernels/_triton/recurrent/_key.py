@@ -17,6 +17,7 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     load_rows,
     load_state,
     program_at,
+    rest_of,
     slot_at,
     store_rows,
     store_state,
@@ -60,7 +61,7 @@ def _double(fq, fk, total, AXIS: tl.constexpr):
 @triton.jit
 def _prepare_one(
     q, k, g, gs, gamma, token, rows, seq, head, index, scale,
-    A, qd, kd, tot, totals,
+    A, rest, qd, kd, tot, totals,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -152,28 +153,35 @@ def _prepare_one(
         tl.store(kd + (dst + ik) + cd + od, tl.reshape(fk, [C, BK]).to(DT))
         tl.store(tot + index * KP + ik + tl.arange(0, BK), tl.reshape(p, [BK]))
     if q is not None:
-        A += index * (C * C)
         w16 = tl.arange(0, 4)[:, None, None] * 16
-        a16 = tl.where((r16[:, None] >= r16[None, :])[None, :, :], acc16, 0.0).to(DT)
-        tl.store(A + (w16 + r16[None, :, None]) * C + w16 + r16[None, None, :], a16)
+        a16 = tl.where((r16[:, None] >= r16[None, :])[None, :, :], acc16, 0.0)
+        at = index * (C * C) + ((w16 + r16[None, :, None]) * C + w16 + r16[None, None, :])
+        tl.store(A + at, a16.to(DT))
+        if rest is not None:
+            tl.store(rest + at, rest_of(a16, a16.to(DT)))
         # as [32, 128]: a [64, 64] store would share its vector width with the [64, BK] loads above (coalescing pass)
-        a = tl.reshape(tl.where(r[:, None] > r[None, :], acc, 0.0).to(DT), [32, 128])
+        a = tl.reshape(tl.where(r[:, None] > r[None, :], acc, 0.0), [32, 128])
         rr = tl.arange(0, 32)
         cc = tl.arange(0, 128)
-        tl.store(A + rr[:, None] * 128 + cc[None, :], a, mask=(rr // 8)[:, None] != ((cc % 64) // 16)[None, :])
+        at = index * (C * C) + (rr[:, None] * 128 + cc[None, :])
+        off_diagonal = (rr // 8)[:, None] != ((cc % 64) // 16)[None, :]
+        tl.store(A + at, a.to(DT), mask=off_diagonal)
+        if rest is not None:
+            tl.store(rest + at, rest_of(a, a.to(DT)), mask=off_diagonal)
 
 
 @triton.jit
 def prepare(
-    q, k, g, gs, gamma, slots, mild, scale, T, NT, COUNT, filled_A, filled_qd, filled_kd, filled_tot,
-    A, qd, kd, tot, totals,
+    q, k, g, gs, gamma, slots, mild, scale, T, NT, COUNT, filled_A, filled_rest, filled_qd, filled_kd, filled_tot,
+    A, rest, qd, kd, tot, totals,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Programs: groups of GROUP of COUNT slots * heads. Chunks that are `mild` [slots, H] are done already, in the same memory.
 
     A [slots, H, 64, 64], qd, kd [slots, H, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK. totals [slots, H, 8, K] (None:
-    not kept): the decay of each block of 8 rows, for `_side`. Without q neither A nor qd. filled_*: memory shared with outputs.
+    not kept): the decay of each block of 8 rows, for `_side`. rest: what rounding has left of A, or None. Without q none of A,
+    rest, qd. filled_*: memory shared with outputs.
     """
     _, head, unit = program_at(1, H)
     first = unit * GROUP
@@ -186,22 +194,22 @@ def prepare(
             index = s.to(tl.int64) * H + head
             if (rows > 0) & (tl.load(mild + index) == 0):
                 _prepare_one(
-                    q, k, g, gs, gamma, token, rows, seq, head, index, scale, A, qd, kd, tot, totals, H, HK, HG, HGS, K, KP, BK,
+                    q, k, g, gs, gamma, token, rows, seq, head, index, scale, A, rest, qd, kd, tot, totals, H, HK, HG, HGS, K, KP, BK,
                     SIGN, EVEN,
                 )  # fmt: skip
 
 
 @triton.jit
 def outputs(
-    qd, kd, tot, A, v, begin, ends, end_decay, slots, segments, T, NT, NS, SC,
+    qd, kd, tot, A, rest, v, begin, ends, end_decay, slots, segments, T, NT, NS, SC,
     o, final, states, decay,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     EVEN: tl.constexpr, ADJOINT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: value tiles * segments * heads. With decay given: only each segment's end (in final) and its decay.
 
-    ADJOINT walks back in time with q * pre for kd, k * suf for qd and do for v: o is then dv, states the adjoints after every
-    chunk.
+    rest: what rounding has left of A, where that matters, else None. ADJOINT walks back in time with q * pre for kd, k * suf for
+    qd and do for v: o is then dv, states the adjoints after every chunk.
     """
     C: tl.constexpr = 64
     SEGMENT: tl.constexpr = decay is not None
@@ -240,10 +248,16 @@ def outputs(
             if states is not None:
                 store_state(states, S, index, 0, b, K, V, KP, BV)
             bq = tl.load(qd + at)
-            ba = tl.load(A + index * (C * C) + r[:, None] * C + r[None, :])  # [C, C]
+            pair = index * (C * C) + (r[:, None] * C + r[None, :])
+            ba = tl.load(A + pair)  # [C, C]
             if ADJOINT:
                 ba = tl.trans(ba)
             bo = tl.dot(ba, bv, tl.dot(bq, S.to(bq.dtype)))
+            if rest is not None:
+                ba = tl.load(rest + pair)
+                if ADJOINT:
+                    ba = tl.trans(ba)
+                bo = tl.dot(ba, bv, bo)
             store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
         S = tl.dot(tl.trans(bk), bv, S * bt[:, None])
     if SEGMENT:

@@ -27,6 +27,7 @@ class Prepared(NamedTuple):
     """What is made of a side with a gate before its states are walked: x and y are q and k, or do and v."""
 
     pairs: Array | None  # [slots, H, 64, 64]
+    rest: Array | None  # what rounding has left of them, if asked for
     xd: Array | None  # [slots, H, 64, P]: x times the decays up to each row
     yd: Array  # [slots, H, 64, P]: y times the decays after each row
     tot: Array  # [slots, H, P]: a slot's decay
@@ -35,16 +36,18 @@ class Prepared(NamedTuple):
 
 
 def prepared(
-    call: Call, x: Array | None, y: Array, gate: Array, scale: float, *, g: Array | None, g_gamma: Array | None, totals: bool
-) -> Prepared:
+    call: Call, x: Array | None, y: Array, gate: Array, scale: float, *, g: Array | None, g_gamma: Array | None, totals: bool,
+    rest: bool = False,
+) -> Prepared:  # fmt: skip
     """One side of a call, its mild chunks first; without x only what the state and the side's own rows need."""
     plan, (_, T, H, _, _), slots = call.plan, call.dims, call.slots
     D, count = y.shape[3], slots.count
     P = max(32, tile(D, 512))
     rows = shape((count, H, 64, P), plan.operand)
-    out = {"A": shape((count, H, 64, 64), plan.operand), "qd": rows} if x is not None else {}
+    pairs = shape((count, H, 64, 64), plan.operand)
+    out = {} if x is None else {"A": pairs, "rest": pairs, "qd": rows} if rest else {"A": pairs, "qd": rows}
     out |= {"kd": rows, "tot": shape((count, H, P), np.float32)}
-    missing = absent(n for n in ("A", "qd") if n not in out)
+    missing = absent(n for n in ("A", "rest", "qd") if n not in out)
     arrays = (x, y, gate, g, g_gamma, slots.table)
     common: dict[str, Any] = {
         "H": H, "HK": heads(y), "HG": heads(gate), "HGS": heads(g), "K": D, "KP": P, "SIGN": plan.sign, "EVEN": slots.even,
@@ -58,16 +61,19 @@ def prepared(
     )  # fmt: skip
     group = slots_together(call)
     filled = dict(zip(out, found, strict=True))
-    given = (*arrays, mild, scale, T, slots.per_sequence, count, *(filled.get(n) for n in ("A", "qd", "kd", "tot")))
+    names = ("A", "rest", "qd", "kd", "tot")
+    given = (*arrays, mild, scale, T, slots.per_sequence, count, *(filled.get(n) for n in names))
+    places = [len(given) - len(names) + i for i, n in enumerate(names) if n in out]
     found = triton_call(
         *given, kernel=_key.prepare, grid=(cdiv(count, group) * H,), BK=min(P, 128), GROUP=group, num_warps=4,
         maxnreg=160 if P == 64 else None,
         out_shape=[*out.values(), *([shape((count, H, 8, D), np.float32)] if totals else [])],
-        input_output_aliases={len(given) - len(out) + i: i for i in range(len(out))},
+        input_output_aliases={place: i for i, place in enumerate(places)},
         **absent([] if totals else ["totals"]), **common,
     )  # fmt: skip
     named = dict(zip([*out, "totals"], found, strict=False))
-    return Prepared(named.get("A"), named.get("qd"), named["kd"], named["tot"], mild, named.get("totals"))
+    xd = named.get("qd")
+    return Prepared(named.get("A"), named.get("rest"), xd, named["kd"], named["tot"], mild, named.get("totals"))
 
 
 def slots_together(call: Call) -> int:
@@ -76,18 +82,19 @@ def slots_together(call: Call) -> int:
     return 1 << max(0, min(most, 8).bit_length() - 1)
 
 
-def prepared_keys(call: Call, totals: bool) -> Prepared:
+def prepared_keys(call: Call, totals: bool, rest: bool = False) -> Prepared:
     """The key side, with the head's own decay."""
     q, k, gk = (call.arrays[name] for name in ("query", "key", "gk"))
-    return prepared(call, q, k, gk, call.plan.scale, g=call.get("g"), g_gamma=call.get("g_gamma"), totals=totals)
+    g, g_gamma = call.get("g"), call.get("g_gamma")
+    return prepared(call, q, k, gk, call.plan.scale, g=g, g_gamma=g_gamma, totals=totals, rest=rest)
 
 
 def forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Any]]:
     """(output, final state, what the gradient starts from if kept: states before every slot and the key side)."""
-    side = prepared_keys(call, keep)
+    side = prepared_keys(call, keep, rest=keep)
     v, begin = call.arrays["value"], call.get("initial_state")
     o, final, *states = walk_outputs(
-        call, side.xd, side.yd, side.tot, side.pairs, v, begin, call.plan.output, adjoint=False, keep=keep
+        call, side.xd, side.yd, side.tot, (side.pairs, None), v, begin, call.plan.output, adjoint=False, keep=keep
     )
     return o, final, {"states": states[0], **side._asdict()} if keep else {}
 
@@ -95,15 +102,17 @@ def forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Any]]:
 def adjoint(call: Call, do: Array, side: Prepared, dfinal: Array | None) -> tuple[Array, Array, Array]:
     """(dv per query head, adjoint after every slot, gradient of the initial state) from what `forward` has kept."""
     dtype = per_head_dtype(call, call.arrays["value"])
-    dv, final, states = walk_outputs(call, side.yd, side.xd, side.tot, side.pairs, do, dfinal, dtype, adjoint=True, keep=True)
+    # With the rest of the pairs: nothing else rounds what goes from do to dv inside a chunk.
+    pairs = (side.pairs, side.rest)
+    dv, final, states = walk_outputs(call, side.yd, side.xd, side.tot, pairs, do, dfinal, dtype, adjoint=True, keep=True)
     return dv, states, final
 
 
 def walk_outputs(
-    call: Call, qd: Array | None, kd: Array | None, tot: Array, A: Array | None, v: Array, begin: Array | None, output: Any, *,
-    adjoint: bool, keep: bool,
+    call: Call, qd: Array | None, kd: Array | None, tot: Array, pairs: tuple[Array | None, Array | None], v: Array,
+    begin: Array | None, output: Any, *, adjoint: bool, keep: bool,
 ) -> list[Array]:  # fmt: skip
-    """`_key.outputs`: [output; state at the end; states if kept]."""
+    """`_key.outputs`, or `_wide.wide_outputs`: [output; state at the end; states if kept]. pairs: (A, its rest or None)."""
     plan, (B, T, H, K, V), slots = call.plan, call.dims, call.slots
     KP = tot.shape[2]
     wide = _wide_tiles(call, KP)
@@ -119,7 +128,7 @@ def walk_outputs(
     if segments.split:
         G = segments.count
         ends, decay = triton_call(
-            qd, kd, tot, A, v, None, None, None, *sizes, o=None, states=None,
+            qd, kd, tot, *pairs, v, None, None, None, *sizes, o=None, states=None,
             out_shape=[shape((G, H, K, V), np.float32), shape((G, H, K), np.float32)], **common,
         )  # fmt: skip
     out = {"o": shape((B, T, H, V), output), "final": shape((call.sequences, H, K, V), np.float32)}
@@ -132,7 +141,7 @@ def walk_outputs(
     else:
         common["decay"] = None
     return triton_call(
-        qd, kd, tot, A, v, begin, ends, decay, *sizes, out_shape=list(out.values()), **absent([] if keep else ["states"]),
+        qd, kd, tot, *pairs, v, begin, ends, decay, *sizes, out_shape=list(out.values()), **absent([] if keep else ["states"]),
         **common,
     )  # fmt: skip
 

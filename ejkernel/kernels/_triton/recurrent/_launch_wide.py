@@ -23,7 +23,7 @@ def forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Any]]:
     """(output, final state, what the gradient starts from if kept)."""
     pairs, qd, kd, tot = _prepared(call)
     v, begin = call.arrays["value"], call.get("initial_state")
-    o, final, *states = walk_outputs(call, qd, kd, tot, pairs, v, begin, call.plan.output, adjoint=False, keep=keep)
+    o, final, *states = walk_outputs(call, qd, kd, tot, (pairs, None), v, begin, call.plan.output, adjoint=False, keep=keep)
     return o, final, {"states": states[0], "pairs": pairs, "qd": qd, "kd": kd, "tot": tot, **call.kept_sums} if keep else {}
 
 
@@ -31,7 +31,7 @@ def adjoint(call: Call, do: Array, saved: dict[str, Array], dfinal: Array | None
     """(dv per query head, adjoint after every slot, gradient of the initial state) from what `forward` has kept."""
     qd, kd, tot, pairs = (saved[name] for name in ("qd", "kd", "tot", "pairs"))
     dtype = per_head_dtype(call, call.arrays["value"])
-    dv, final, states = walk_outputs(call, kd, qd, tot, pairs, do, dfinal, dtype, adjoint=True, keep=True)
+    dv, final, states = walk_outputs(call, kd, qd, tot, (pairs, None), do, dfinal, dtype, adjoint=True, keep=True)
     return dv, states, final
 
 

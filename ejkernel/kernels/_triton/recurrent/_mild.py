@@ -18,11 +18,13 @@ import triton.language as tl
 from ejkernel.kernels._triton.recurrent._tiles import (
     channel_log_decay,
     dot,
+    dot_of_halves,
     exp_of_log,
     load_rows,
     load_state,
     onwards,
     program_at,
+    rest_of,
     slot_at,
     store_rows,
     sums,
@@ -43,7 +45,7 @@ def _from_middle(logs, PIECES: tl.constexpr):
 @triton.jit
 def mild_prepare(
     q, k, g, gs, gamma, slots, scale, T, NT,
-    A, qd, kd, tot, mild,
+    A, rest, qd, kd, tot, mild,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +84,10 @@ def mild_prepare(
         tl.store(tot + index * KP + col + tl.arange(0, BK), half * half)
     if q is not None:
         pairs = tl.where(r[:, None] >= r[None, :], pairs, 0.0)
-        tl.store(A + index * (C * C) + (r[:, None] * C + r[None, :]), pairs.to(DT))
+        at = index * (C * C) + (r[:, None] * C + r[None, :])
+        tl.store(A + at, pairs.to(DT))
+        if rest is not None:
+            tl.store(rest + at, rest_of(pairs, pairs.to(DT)))
     tl.store(mild + index, (span <= MILD).to(tl.int32))
 
 
@@ -121,9 +126,6 @@ def mild_side(
     A2 [slots, H, 64, 64]: the opposite pairs where the opposite side has a gate (P2 > 0), else None: they are x2 y2^T.
     """
     C: tl.constexpr = 64
-    # Opposite rows and states are read once where that takes several turns; a single turn reads them again instead, when few
-    # registers are in use (H200: 0.81 against 1.04 ms with 512 opposite channels, 0.47 against 0.44 with 128).
-    TOGETHER: tl.constexpr = D2 > B2
     DT: tl.constexpr = starts.dtype.element_ty
     TILES: tl.constexpr = (D + BD - 1) // BD
     tile, head, s = program_at(TILES, H)
@@ -147,49 +149,34 @@ def mild_side(
             by2 = _opposite(y2, token, rows, index, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
             if A2 is None:
                 M = dot(bx2, tl.trans(by2), M, DT, PREC)
-        if TOGETHER:
-            S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
-            ax = dot(bx2, tl.trans(S), ax, DT, PREC)
-            if dy is not None:
-                dS = load_state(ends, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
-                ay = dot(by2, tl.trans(dS), ay, DT, PREC)
-                if dg is not None:
-                    through += _passed(S, dS, tot2, index, c2, P2, B2)
-    M = (tl.where(r[:, None] >= r[None, :], M, 0.0) * scale).to(DT)
-    logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, D, C, BD, SIGN, EVEN)  # [C, BD]
-    c, half = _from_middle(logs, PIECES)
-    by = load_rows(y, token, rows, head // (H // HY), col, HY, D, C, BD, SIGN, EVEN)
-    by = (by.to(tl.float32) * exp_of_log(-c)).to(DT)
+        S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
+        ax = dot(bx2, tl.trans(S), ax, DT, PREC)
+        if dy is not None:
+            dS = load_state(ends, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
+            ay = dot(by2, tl.trans(dS), ay, DT, PREC)
+            if dg is not None:
+                through += _passed(S, dS, tot2, index, c2, P2, B2)
+    # Pairs and rows as bfloat16 and what that leaves of them: rounded once each they would cost twice the result's own rounding.
+    M = tl.where(r[:, None] >= r[None, :], M, 0.0) * scale
+    M_rest = rest_of(M, M.to(DT))
+    M = M.to(DT)
+    c, half = _from_middle(
+        channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, D, C, BD, SIGN, EVEN), PIECES
+    )  # [C, BD], [BD]
+    fy = load_rows(y, token, rows, head // (H // HY), col, HY, D, C, BD, SIGN, EVEN).to(tl.float32) * exp_of_log(-c)
     if dy is not None:
-        bx = load_rows(x, token, rows, head // (H // HX), col, HX, D, C, BD, SIGN, EVEN)
-        bx = (bx.to(tl.float32) * exp_of_log(c)).to(DT)
-    if not TOGETHER:
-        for c2 in range(0, D2, B2):
-            S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
-            bx2 = _opposite(x2, token, rows, index, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)
-            ax = dot(bx2, tl.trans(S), ax, DT, PREC)
-    ax = tl.dot(M, by, ax * (half * scale)[None, :])
-    if dy is not None:
-        if not TOGETHER:
-            for c2 in range(0, D2, B2):
-                dS = load_state(ends, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
-                by2 = _opposite(y2, token, rows, index, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
-                ay = dot(by2, tl.trans(dS), ay, DT, PREC)
-                if dg is not None:
-                    S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
-                    through += _passed(S, dS, tot2, index, c2, P2, B2)
         ay *= half[None, :]
+    if dg is not None:
+        # The decay of row j is in what every row t >= j reads and in what is read of every row s < j. A pair (t, s) counts
+        # at t and, negative, at s, by the very same products: from rows before both nothing of it is left to see.
+        everything = through * half * half + tl.sum(fy * ay, 0)
+    ax = dot_of_halves(M, M_rest, fy.to(DT), rest_of(fy, fy.to(DT)), ax * (half * scale)[None, :])
+    if dy is not None:
+        fx = load_rows(x, token, rows, head // (H // HX), col, HX, D, C, BD, SIGN, EVEN).to(tl.float32) * exp_of_log(c)
+        ay = dot_of_halves(tl.trans(M), tl.trans(M_rest), fx.to(DT), rest_of(fx, fx.to(DT)), ay)
         if dg is not None:
-            # The decay of row j is in what every row t >= j reads and in what is read of every row s < j. A pair (t, s) counts
-            # at t and, negative, at s, by the very same products: from rows before both nothing of it is left to see.
-            everything = through * half * half + tl.sum(by.to(tl.float32) * ay, 0)
-        ay = tl.dot(tl.trans(M), bx, ay)
-        if dg is not None:
-            found = sums(onwards(C), bx.to(tl.float32) * ax - by.to(tl.float32) * ay, 2) + everything[None, :]
+            found = sums(onwards(C), fx * ax - fy * ay, 2) + everything[None, :]
             store_rows(dg, found, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
-            # Once more instead of kept: the registers are needed in between.
-            logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, D, C, BD, SIGN, EVEN)
-            c, _ = _from_middle(logs, PIECES)
         store_rows(dy, exp_of_log(-c) * ay, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
     if dx is not None:
         store_rows(dx, exp_of_log(c) * ax, token, rows, head, col, H, D, C, BD, SIGN, EVEN)

@@ -133,7 +133,30 @@ def store_state(x, value, index, a, b, DA: tl.constexpr, DB: tl.constexpr, BA: t
 @triton.jit
 def dot(a, b, acc, DT: tl.constexpr, PREC: tl.constexpr):
     """acc + a b with operands in DT and sums in float32; acc may be None."""
-    return tl.dot(a.to(DT), b.to(DT), acc, input_precision=PREC)
+    a = a.to(DT)
+    b = b.to(DT)
+    if DT == tl.float32 and PREC == "tf32":
+        a = nearest_tf32(a)
+        b = nearest_tf32(b)
+    return tl.dot(a, b, acc, input_precision=PREC)
+
+
+@triton.jit
+def nearest_tf32(x):
+    """float32 x with the 10 bits that a tf32 product reads of it, rounded: Hopper's tensor cores would cut the others off."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rest_of(x, rounded):
+    """What rounding to bfloat16 has left of float32 x, in bfloat16: together they hold 16 of its bits."""
+    return (x - rounded.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def dot_of_halves(a, a_rest, b, b_rest, acc):
+    """acc + (a + a_rest)(b + b_rest) of bfloat16 operands, but for the product of the rests, which is below float32's digits."""
+    return tl.dot(a, b, tl.dot(a_rest, b, tl.dot(a, b_rest, acc)))
 
 
 @triton.jit

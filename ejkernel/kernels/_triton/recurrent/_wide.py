@@ -30,7 +30,7 @@ def _start(
 
 @triton.jit
 def wide_outputs(
-    qd, kd, tot, A, v, begin, ends, end_decay, slots, segments, T, NT, NS, SC,
+    qd, kd, tot, A, rest, v, begin, ends, end_decay, slots, segments, T, NT, NS, SC,
     o, final, states,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     EVEN: tl.constexpr, ADJOINT: tl.constexpr, ALIKE: tl.constexpr, STAGES: tl.constexpr,
@@ -58,7 +58,8 @@ def wide_outputs(
         k0 = tl.load(kd + at)
         k1 = tl.load(kd + at + HALF)
         bv = tl.trans(load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN).to(k0.dtype))  # [BV, C]
-        ba = tl.load(A + index * (C * C) + r[:, None] * C + r[None, :])  # [C, C]
+        pair = index * (C * C) + (r[:, None] * C + r[None, :])
+        ba = tl.load(A + pair)  # [C, C]
         if not ADJOINT:
             ba = tl.trans(ba)
         B0 = S0.to(k0.dtype)
@@ -67,6 +68,11 @@ def wide_outputs(
             store_state(states, tl.trans(B0), index, 0, b, K, V, HALF, BV)
             store_state(states, tl.trans(B1), index, HALF, b, K, V, HALF, BV)
         bo = tl.dot(B1, tl.trans(q1), tl.dot(B0, tl.trans(q0), tl.dot(bv, ba)))  # [BV, C]
+        if rest is not None:
+            ba = tl.load(rest + pair)
+            if not ADJOINT:
+                ba = tl.trans(ba)
+            bo = tl.dot(bv, ba, bo)
         if ALIKE:
             decay = tl.load(tot + index * KP)
             S0 *= decay

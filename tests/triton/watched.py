@@ -1,0 +1,30 @@
+"""Runs the programs that `tests.triton.sanitized` has written, without Triton: see there.
+
+    python -m tests.triton.watched FILE
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+
+import jax
+import jax.export
+import numpy as np
+
+
+def main() -> None:
+    begin = time.monotonic()
+    with open(sys.argv[1], "rb") as file:
+        programs = pickle.load(file)
+    for name, program, arguments in programs:
+        results = jax.export.deserialize(bytearray(program)).call(*arguments)
+        if not all(np.isfinite(np.asarray(x, np.float32)).all() for x in results):
+            raise SystemExit(f"{name}: not finite")
+        print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
+    print(f"{len(programs)} programs")
+
+
+if __name__ == "__main__":
+    main()
