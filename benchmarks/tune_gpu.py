@@ -146,6 +146,7 @@ def main() -> None:
     if options.jobs:
         capability = int(device.compute_capability.replace(".", ""))
         compile_all(chosen, capability, options.jobs, options.forward)
+    file = options.out or (None if options.forward else FOLDER / f"{device_name(device_kind(device))}.json")
     tuner, cache = Tuner(warmup=1, iters=7, max_seconds=options.seconds, candidate_seconds=options.seconds / 2), ConfigCache()
     print("| call | heuristic ms | winner ms | gain | fields that differ |\n|---|---|---|---|---|")
     for name, arrays in chosen.items():
@@ -156,9 +157,9 @@ def main() -> None:
         for candidate in record["candidates"]:
             if "reason" in candidate:
                 print(f"  rejected {candidate['config']}: {candidate['reason']}", file=sys.stderr)
-    file = options.out or (None if options.forward else FOLDER / f"{device_name(device_kind(device))}.json")
+        if file is not None:  # after every call: what is measured is kept if a later one fails
+            write(file, cache)
     if file is not None:
-        write(file, cache)
         print(f"{len(list(cache.items()))} entries in {file}")
 
 
