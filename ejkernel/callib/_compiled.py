@@ -89,9 +89,9 @@ def compile_to_fit(
         stages = max(options.num_stages, constants.get("STAGES", 1))
         if stages <= 1:
             raise RuntimeError(
-                f"{kernel.fn.__name__} needs {compiled.metadata.shared} bytes of shared memory with these tiles; a GPU of compute "
-                f"capability {capability / 10} has {room}. Give a cfg with smaller tiles (block_q, block_k, block_d), or "
-                f"platform='xla'."
+                f"{kernel.fn.__name__} needs {compiled.metadata.shared} bytes of shared memory with these tiles; a GPU of "
+                f"compute capability {capability / 10} has {room}. Give a cfg with smaller tiles (block_q, block_k, "
+                f"block_d), or platform='xla'."
             )
         options = dataclasses.replace(options, num_stages=min(options.num_stages, stages - 1))
         if "STAGES" in constants:
@@ -99,7 +99,7 @@ def compile_to_fit(
 
 
 # Bytes of shared memory that one program may take, by compute capability. Of those not listed: the least of all.
-_SHARED = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 120: 99 << 10}
+_SHARED = {n: kib << 10 for n, kib in ((80, 163), (86, 99), (87, 163), (89, 99), (90, 227), (100, 227), (103, 227), (120, 99))}
 
 
 def shared_memory_of(capability: int) -> int:

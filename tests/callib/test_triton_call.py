@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 triton = pytest.importorskip("triton", reason="the triton platform needs Triton")
 import triton.language as tl  # noqa: E402
 
-from ejkernel.callib import cdiv, triton_call  # noqa: E402
+from ejkernel.callib import _compiled, cdiv, triton_call  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,6 +119,31 @@ def test_wrong_counts_and_grids():
         triton_call(x, None, 4, 1.0, kernel=scaled_sum, out_shape=out, grid=0, B=4)
     with pytest.raises(TypeError, match="arrays, numbers and None; got str"):
         triton_call("x", None, 4, 1.0, kernel=scaled_sum, out_shape=out, grid=1, B=4)
+
+
+@pytest.mark.parametrize(("capability", "num_stages", "STAGES"), [(90, 3, 2), (80, 2, 2), (89, 1, 1), (70, 1, 1)])
+def test_as_many_stages_as_the_gpu_has_room_for(monkeypatch, capability, num_stages, STAGES):
+    compiled = _pretend_to_compile(monkeypatch, bytes_per_stage=60_000)
+    _compiled.compile_to_fit(scaled_sum, (), {"B": 32, "STAGES": 2}, _compiled.Options(4, 3, None), capability)
+    assert compiled[-1] == (num_stages, STAGES)
+
+
+def test_too_little_shared_memory_is_said(monkeypatch):
+    _pretend_to_compile(monkeypatch, bytes_per_stage=120_000)
+    with pytest.raises(RuntimeError, match=r"scaled_sum needs 120000 bytes .* capability 8.9 has 101376.* smaller tiles"):
+        _compiled.compile_to_fit(scaled_sum, (), {"B": 32}, _compiled.Options(4, 3, None), 89)
+
+
+def _pretend_to_compile(monkeypatch, bytes_per_stage: int) -> list[tuple[int, int]]:
+    """Programs that take so much shared memory; gives (num_stages, STAGES) of each that is asked for."""
+    asked = []
+
+    def compile_kernel(kernel, signature, constants, options, capability):
+        asked.append((options.num_stages, dict(constants).get("STAGES", 1)))
+        return SimpleNamespace(metadata=SimpleNamespace(shared=bytes_per_stage * max(asked[-1])))
+
+    monkeypatch.setattr(_compiled, "compile_kernel", compile_kernel)
+    return asked
 
 
 def test_cdiv():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,15 @@ REASONS = {
     "shape": r"\[1, 64\], not float32\[64\]",
     "unsupported": "not supported: it says so",
 }
+
+
+@pytest.mark.parametrize(("seconds", "least", "most"), [(0.0015, 3, 7), (0.03, 1, 1)])
+def test_short_calls_are_timed_many_at_a_time(seconds, least, most):
+    trial = Trial(None)
+    trial.first(SimpleNamespace(runner=lambda _: lambda: time.sleep(seconds)), warmup=1)
+    trial.sample()
+    assert least <= trial.repeats <= most
+    assert trial.samples[0] >= seconds  # of one call
 
 
 def test_promise_6_bad_candidates_lose_and_are_listed_with_their_reason(monkeypatch):

@@ -22,7 +22,7 @@ class Spill(NamedTuple):
 
 _AMPERE = "compiled for Ampere, not tuned: nobody has measured there"
 _EXACT = "float32 products are three tf32 ones, for accuracy; not tuned, not measured"
-_BACKWARD = "64-wide tiles 0.43 ms on r1; 128 wide 0.51 to 0.95, 8 warps 0.57 to 0.70, 32 rows 0.75"
+_BACKWARD = "64-wide tiles 0.240 ms on r1; in an older form 0.43, 128 wide 0.51 to 0.95, 8 warps 0.57 to 0.70, 32 rows 0.75"
 _SIDE = (
     "chunks that are not mild; 128 registers, two programs a multiprocessor: 0.565 ms on r1 (even lengths, 88 bytes); "
     "unlimited 0.85, 96 registers 0.76"
@@ -31,11 +31,19 @@ _PREPARE = "chunks that are not mild; levels in registers: forward 0.31 ms on r1
 _MILD_PREPARE = (
     "168 registers 0.148 ms on r1; unlimited 0.166, 128 registers 0.193, 8 warps from 0.27, 32 channels 0.17 and 0.19"
 )
-_MILD_SIDE = "64 channels, 4 warps 0.438 ms on r1; 168 registers 0.58, 32 channels 0.51 to 0.64, 8 warps 0.91"
-_WIDE_OUTPUTS = "64 value channels 0.334 ms on r4; 128 in two halves 0.35, transposed 0.33 and with states 1.20 for 0.98"
+_MILD_SIDE = (
+    "64 channels, 4 warps 0.477 ms on r1 (272 bytes, Triton 3.6); rows made again instead of kept 0.588, 64 opposite channels "
+    "a turn 0.641, 32 channels 0.709 and with 168 registers 0.588"
+)
+_NARROW_OUTPUTS = "only the segments' ends; 64 value channels 0.334 ms on r4 for everything, before `_wide`"
+_WIDE_OUTPUTS = (
+    "both passes with states 0.767 ms on r4 (48 bytes, Triton 3.6), 1.00 by `outputs`; without states nothing spills"
+)
 
 SPILLS = [
     Spill(90, "g", "forward", 72, "clamped running sums: 0.114 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
+    Spill(90, "g", "backward", 144, _BACKWARD),
+    Spill(90, "g_gamma", "backward", 72, "168 registers 0.203 ms on r3 (8 bytes, Triton 3.6), unlimited 0.229"),
     Spill(90, "g wide", "backward", 240, _BACKWARD + "; K = 512 not measured"),
     Spill(90, "g broad", "backward", 240, _BACKWARD),
     Spill(90, "g float16", "forward", 64, "float16 runs as tf32; not measured"),
@@ -43,15 +51,17 @@ SPILLS = [
     Spill(90, "gk", "prepare", 136, _PREPARE),
     Spill(90, "gk", "side", 272, _SIDE),
     Spill(90, "gk", "mild_prepare", 160, _MILD_PREPARE),
-    Spill(90, "gk", "mild_side", 96, _MILD_SIDE),
+    Spill(90, "gk", "mild_side", 688, _MILD_SIDE),
     Spill(90, "gk wide", "mild_prepare", 400, "128 channels a turn 0.159 ms on r4; 64 and 168 registers 0.170"),
-    Spill(90, "gk wide", "mild_side", 192, "0.82 ms on r4; 32 channels 1.09, 8 warps 1.26 and more"),
+    Spill(90, "gk wide", "mild_side", 520, "0.935 ms on r4; 64 opposite channels a turn 1.17, 32 channels 1.22"),
     Spill(90, "gk wide", "prepare", 960, _PREPARE),
     Spill(90, "gk wide", "side", 80, _SIDE + "; r4 1.01, states after the pairs 2.1"),
-    Spill(90, "gk wide", "outputs", 440, _WIDE_OUTPUTS),
-    Spill(90, "g broad", "outputs", 480, _WIDE_OUTPUTS),
+    Spill(90, "gk wide", "outputs", 440, _NARROW_OUTPUTS),
+    Spill(90, "g broad", "outputs", 480, _NARROW_OUTPUTS),
+    Spill(90, "gk wide", "wide_outputs", 376, _WIDE_OUTPUTS),
+    Spill(90, "g broad", "wide_outputs", 336, _WIDE_OUTPUTS),
     Spill(90, "gk gv", "mild_prepare", 136, _MILD_PREPARE),
-    Spill(90, "gk gv", "mild_side", 232, _MILD_SIDE + "; both gates 1.14 in three launches"),
+    Spill(90, "gk gv", "mild_side", 792, _MILD_SIDE),
     Spill(90, "gk gv", "prepare", 264, _PREPARE),
     Spill(90, "gk gv", "side", 240, _SIDE),
     Spill(90, "all float32", "walk", 296, _EXACT),
@@ -62,14 +72,14 @@ SPILLS = [
     Spill(80, "g_gamma", "forward", 136, _AMPERE),
     Spill(80, "g_gamma", "backward", 368, _AMPERE),
     Spill(80, "g float16", "forward", 72, _AMPERE),
-    Spill(80, "gk", "outputs", 280, _AMPERE),
+    Spill(80, "gk", "outputs", 664, _AMPERE),
     Spill(80, "gk", "side", 1416, _AMPERE),
     Spill(80, "gk wide", "side", 240, _AMPERE),
     Spill(80, "gk wide", "pairs_of_plain", 1064, _AMPERE),
     Spill(80, "gk wide", "prepare", 296, _AMPERE),
-    Spill(80, "gk wide", "outputs", 696, _AMPERE),
-    Spill(80, "g wide", "backward", 96, _AMPERE),
-    Spill(80, "g broad", "backward", 88, _AMPERE),
+    Spill(80, "gk wide", "outputs", 928, _AMPERE),
+    Spill(80, "g wide", "backward", 296, _AMPERE),
+    Spill(80, "g broad", "backward", 128, _AMPERE),
     Spill(80, "g broad", "outputs", 840, _AMPERE),
     Spill(80, "gk", "mild_prepare", 88, _AMPERE),
     Spill(80, "gk", "mild_side", 528, _AMPERE),

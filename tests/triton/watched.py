@@ -1,7 +1,4 @@
-"""Runs the programs that `tests.triton.sanitized` has written, without Triton: see there.
-
-    python -m tests.triton.watched FILE
-"""
+"""Runs the programs that `tests.triton.sanitized` has written, without Triton: see there."""
 
 from __future__ import annotations
 

@@ -194,8 +194,8 @@ def prepare(
             index = s.to(tl.int64) * H + head
             if (rows > 0) & (tl.load(mild + index) == 0):
                 _prepare_one(
-                    q, k, g, gs, gamma, token, rows, seq, head, index, scale, A, rest, qd, kd, tot, totals, H, HK, HG, HGS, K, KP, BK,
-                    SIGN, EVEN,
+                    q, k, g, gs, gamma, token, rows, seq, head, index, scale, A, rest, qd, kd, tot, totals, H, HK, HG, HGS, K,
+                    KP, BK, SIGN, EVEN,
                 )  # fmt: skip
 
 
@@ -208,8 +208,8 @@ def outputs(
 ):  # fmt: skip
     """Programs: value tiles * segments * heads. With decay given: only each segment's end (in final) and its decay.
 
-    rest: what rounding has left of A, where that matters, else None. ADJOINT walks back in time with q * pre for kd, k * suf for
-    qd and do for v: o is then dv, states the adjoints after every chunk.
+    rest: what rounding has left of A, where that matters, else None. ADJOINT walks back in time with q * pre for kd, k * suf
+    for qd and do for v: o is then dv, states the adjoints after every chunk.
     """
     C: tl.constexpr = 64
     SEGMENT: tl.constexpr = decay is not None

@@ -156,7 +156,7 @@ def mild_side(
             ay = dot(by2, tl.trans(dS), ay, DT, PREC)
             if dg is not None:
                 through += _passed(S, dS, tot2, index, c2, P2, B2)
-    # Pairs and rows as bfloat16 and what that leaves of them: rounded once each they would cost twice the result's own rounding.
+    # Pairs and rows as bfloat16 and what that leaves of them: rounded alone they would add twice the result's own rounding.
     M = tl.where(r[:, None] >= r[None, :], M, 0.0) * scale
     M_rest = rest_of(M, M.to(DT))
     M = M.to(DT)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # of the kernels imported now
 
 
@@ -155,7 +154,7 @@ def rest_of(x, rounded):
 
 @triton.jit
 def dot_of_halves(a, a_rest, b, b_rest, acc):
-    """acc + (a + a_rest)(b + b_rest) of bfloat16 operands, but for the product of the rests, which is below float32's digits."""
+    """acc + (a + a_rest)(b + b_rest) of bfloat16 operands, but for the product of the rests: at most 2^-18 of it all."""
     return tl.dot(a, b, tl.dot(a_rest, b, tl.dot(a, b_rest, acc)))
 
 
