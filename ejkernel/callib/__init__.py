@@ -3,9 +3,9 @@
 Importing this needs neither Triton nor a GPU; calling does, and says what is missing.
 """
 
-from ejkernel.callib._triton import compile_for, is_interpreted, shared_memory, triton_call
+from ejkernel.callib._triton import compile_for, is_interpreted, shared_memory_limit, triton_call
 
-__all__ = ["cdiv", "compile_for", "is_interpreted", "shared_memory", "triton_call"]
+__all__ = ["cdiv", "compile_for", "is_interpreted", "shared_memory_limit", "triton_call"]
 
 
 def cdiv(x: int, y: int) -> int:

@@ -25,6 +25,7 @@ class Options:
     num_warps: int
     num_stages: int
     maxnreg: int | None
+    fewer_stages: bool = False  # lower the stages where the shared memory is too small for them
 
 
 def pointer_type(dtype: Any) -> str:
@@ -76,10 +77,10 @@ def compile_to_fit(
     options: Options,
     capability: int,
 ) -> Any:
-    """`compile_kernel` with as many stages as asked for, or as the shared memory of that GPU has room for.
+    """`compile_kernel` with as many stages as asked for, or, with `fewer_stages`, as that GPU's shared memory has room for.
 
     Raises:
-        RuntimeError: not even one stage fits.
+        RuntimeError: it has not.
     """
     room = shared_memory_of(capability)
     while True:
@@ -87,18 +88,18 @@ def compile_to_fit(
         if compiled.metadata.shared <= room:
             return compiled
         stages = max(options.num_stages, constants.get("STAGES", 1))
-        if stages <= 1:
+        if stages <= 1 or not options.fewer_stages:
             raise RuntimeError(
                 f"{kernel.fn.__name__} needs {compiled.metadata.shared} bytes of shared memory with these tiles; a GPU of "
                 f"compute capability {capability / 10} has {room}. Give a cfg with smaller tiles (block_q, block_k, "
-                f"block_d), or platform='xla'."
+                f"block_d) or fewer num_stages, or platform='xla'."
             )
         options = dataclasses.replace(options, num_stages=min(options.num_stages, stages - 1))
         if "STAGES" in constants:
             constants = {**constants, "STAGES": min(constants["STAGES"], stages - 1)}
 
 
-# Bytes of shared memory that one program may take, by compute capability. Of those not listed: the least of all.
+# Bytes of shared memory that one program may take, by compute capability. Of newer ones: the least of these.
 _SHARED = {n: kib << 10 for n, kib in ((80, 163), (86, 99), (87, 163), (89, 99), (90, 227), (100, 227), (103, 227), (120, 99))}
 
 

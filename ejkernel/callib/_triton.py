@@ -29,8 +29,8 @@ def compile_for(compute_capability: int) -> Iterator[None]:
         _target.reset(token)
 
 
-def shared_memory(kernel: Any) -> int:
-    """Bytes of shared memory that a program of `kernel` may take on the GPU that it is compiled for; interpreted: an H100's."""
+def shared_memory_limit(kernel: Any) -> int:
+    """Bytes of shared memory that a program may take on the GPU that `kernel` is compiled for; interpreted: on an H100."""
     from ejkernel.callib._compiled import capability, shared_memory_of
 
     return shared_memory_of(90 if is_interpreted(kernel) else _target.get() or capability())
@@ -44,6 +44,7 @@ def triton_call(
     num_warps: int = 4,
     num_stages: int = 3,
     maxnreg: int | None = None,
+    fewer_stages: bool = False,
     input_output_aliases: dict[int, int] | None = None,
     zeroed_outputs: Sequence[int] = (),
     **constants: Any,
@@ -58,8 +59,8 @@ def triton_call(
             specialised on their value) or None (a pointer the kernel does without).
         out_shape: a `jax.ShapeDtypeStruct` or a pytree of them; the result has its structure.
         grid: the number of programs along up to three axes, or a function of `constants` that gives it.
-        num_warps, num_stages, maxnreg: Triton's compile options; without meaning when interpreted. Where the GPU's shared
-            memory is too small, num_stages and a constant named STAGES are lowered until a program fits.
+        num_warps, num_stages, maxnreg: Triton's compile options; without meaning when interpreted.
+        fewer_stages: where the GPU's shared memory is too small, lower num_stages and a constant named STAGES until it is not.
         input_output_aliases: {index in `args`: index of the output} that share one buffer: the output starts with the
             input's contents. The input is copied first unless it is donated or no longer needed.
         zeroed_outputs: indices of outputs that are zero when the kernel starts. All others hold anything (interpreted: NaN).
@@ -69,7 +70,7 @@ def triton_call(
     Raises:
         ImportError: Triton, or compiled: JAX's CUDA plugin, is not installed.
         TypeError: the arguments do not fit the kernel's parameters.
-        RuntimeError: the kernel needs more shared memory than the GPU has.
+        RuntimeError: the kernel needs more shared memory than the GPU has, or compiled: there is no GPU.
 
     Example:
         >>> triton_call(x, y, n, kernel=add, out_shape=x, grid=cdiv(n, 128), BLOCK=128)   # doctest: +SKIP
@@ -93,7 +94,7 @@ def triton_call(
     else:
         from ejkernel.callib._compiled import Options, run_compiled
 
-        options = Options(num_warps, num_stages, maxnreg)
+        options = Options(num_warps, num_stages, maxnreg, fewer_stages)
         results = run_compiled(
             kernel, names, args, outputs, size, constants, aliases, frozenset(zeroed_outputs), options, _target.get()
         )

@@ -121,17 +121,20 @@ def test_wrong_counts_and_grids():
         triton_call("x", None, 4, 1.0, kernel=scaled_sum, out_shape=out, grid=1, B=4)
 
 
-@pytest.mark.parametrize(("capability", "num_stages", "STAGES"), [(90, 3, 2), (80, 2, 2), (89, 1, 1), (70, 1, 1)])
+@pytest.mark.parametrize(("capability", "num_stages", "STAGES"), [(90, 3, 2), (80, 2, 2), (89, 1, 1), (130, 1, 1)])
 def test_as_many_stages_as_the_gpu_has_room_for(monkeypatch, capability, num_stages, STAGES):
     compiled = _pretend_to_compile(monkeypatch, bytes_per_stage=60_000)
-    _compiled.compile_to_fit(scaled_sum, (), {"B": 32, "STAGES": 2}, _compiled.Options(4, 3, None), capability)
+    options = _compiled.Options(4, 3, None, fewer_stages=True)
+    _compiled.compile_to_fit(scaled_sum, (), {"B": 32, "STAGES": 2}, options, capability)
     assert compiled[-1] == (num_stages, STAGES)
 
 
-def test_too_little_shared_memory_is_said(monkeypatch):
+@pytest.mark.parametrize(("fewer_stages", "needed"), [(True, 120_000), (False, 360_000)])
+def test_too_little_shared_memory_is_said(monkeypatch, fewer_stages, needed):
     _pretend_to_compile(monkeypatch, bytes_per_stage=120_000)
-    with pytest.raises(RuntimeError, match=r"scaled_sum needs 120000 bytes .* capability 8.9 has 101376.* smaller tiles"):
-        _compiled.compile_to_fit(scaled_sum, (), {"B": 32}, _compiled.Options(4, 3, None), 89)
+    options = _compiled.Options(4, 3, None, fewer_stages)
+    with pytest.raises(RuntimeError, match=rf"scaled_sum needs {needed} bytes .* capability 8.9 has 101376.* smaller tiles"):
+        _compiled.compile_to_fit(scaled_sum, (), {"B": 32}, options, 89)
 
 
 def _pretend_to_compile(monkeypatch, bytes_per_stage: int) -> list[tuple[int, int]]:

@@ -52,7 +52,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize(("seconds", "least", "most"), [(0.0015, 3, 7), (0.03, 1, 1)])
+@pytest.mark.parametrize(("seconds", "least", "most"), [(0.0015, 2, 7), (0.03, 1, 1)])
 def test_short_calls_are_timed_many_at_a_time(seconds, least, most):
     trial = Trial(None)
     trial.first(SimpleNamespace(runner=lambda _: lambda: time.sleep(seconds)), warmup=1)

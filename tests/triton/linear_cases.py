@@ -91,6 +91,17 @@ INTERPRETED = [
     Case(("g",), "resets", dtype="bfloat16", shape=(1, 1030, 1, 1, 140, 72), block_q=64, state=True),  # splits the sequence
     Case(("gk",), dtype="bfloat16", shape=(1, 100, 1, 1, 140, 72), cu_seqlens=(0, 5, 5, 70, 100), block_q=64, reverse=True),
     Case((), dtype="bfloat16", shape=(1, 70, 2, 1, 200, 16), block_q=64),
+    Case(
+        ("g", "g_gamma"),
+        "-inf",
+        dtype="bfloat16",
+        shape=(1, 40, 4, 2, 16, 16),
+        gate_heads="Hkv",
+        cu_seqlens=(0, 5, 5, 30, 40),
+        reverse=True,
+        state=True,
+    ),
+    Case(("g",), "resets", dtype="float16", shape=(1, 40, 2, 1, 70, 20), gate_heads="Hkv", reverse=True),
     Case(("g_gamma",), dtype="bfloat16", shape=(1, 300, 2, 1, 24, 16), state=True),
     Case(("g",), "mild", dtype="bfloat16", shape=(1, 40, 2, 2, 16, 16), state=True),
     Case(("g", "gk", "gv", "g_gamma"), "-inf", shape=(1, 3, 2, 1, 5, 19), schedule="recurrent", state=True),

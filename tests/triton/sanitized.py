@@ -23,9 +23,10 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.callib import shared_memory_limit
 from ejkernel.kernels import _triton
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._triton.recurrent import recurrent
+from ejkernel.kernels._triton.recurrent import _launch_key, _wide, recurrent
 from tests.triton.linear_cases import Case
 
 PACKED = (0, 5, 5, 70, 130)
@@ -108,7 +109,8 @@ def main() -> None:
         program = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=allowed)(*leaves)
         programs.append((str(case), bytes(program.serialize()), [np.asarray(x) for x in leaves]))
         print(f"{case}: {time.monotonic() - begin:.1f} s", flush=True)
-    if missing := kernels() - seen:
+    fits = shared_memory_limit(_wide.wide_outputs) >= _launch_key.WIDE_SHARED
+    if missing := kernels() - seen - (set() if fits else {name_of(_wide.wide_outputs)}):
         raise SystemExit(f"no case runs {', '.join(sorted(missing))}")
     with open(sys.argv[1], "wb") as file:
         pickle.dump(programs, file)

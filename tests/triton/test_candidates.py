@@ -88,4 +88,4 @@ def test_candidates_compile():
     text = outside("-m", "benchmarks.triton_resources", "--candidates", "--json", "--capability", "90", "--calls", "gk")
     entries = [json.loads(line) for line in text.splitlines()]
     assert len({e["config"] for e in entries}) == len(candidates(problem(("gk",))))
-    assert [e for e in entries if e["shared"] > 227 * 1024] == []
+    assert not [e for e in entries if e["lowered"]]  # a named number of stages that does not fit is an error

@@ -13,7 +13,8 @@ from benchmarks.triton_resources import CALLS
 from tests.triton.processes import outside
 from tests.triton.spills import outdated, unexplained
 
-SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may take
+# What runs with fewer loads in flight than its default, for want of shared memory: (call, kernel) by compute capability.
+FEWER_STAGES: dict[int, set[tuple[str, str]]] = {80: {("gk", "outputs")}, 90: set()}
 # All of benchmarks.triton_resources.CALLS and "decode", in groups that take about as long (25 s where nothing is cached).
 GROUPS = [["none", "gk", "g broad", "g float16", "decode"], ["g", "g_gamma", "gk wide", "g wide"], ["gk gv", "all float32"]]
 
@@ -24,7 +25,7 @@ def test_kernels_compile_and_fit(capability, calls):
     text = outside("-m", "benchmarks.triton_resources", "--json", "--capability", str(capability), "--calls", *calls)
     entries = [json.loads(line) for line in text.splitlines()]
     assert {e["call"] for e in entries} == set(calls)
-    assert [e for e in entries if e["shared"] > SHARED[capability]] == []
+    assert {(e["call"], e["kernel"].partition("[")[0]) for e in entries if e["lowered"]} <= FEWER_STAGES[capability]
     missing = "\n".join(unexplained(entries))
     assert not missing, f"default tiles that spill need a reason and its measurement in tests/triton/spills.py:\n{missing}"
     assert outdated(entries) == []

@@ -101,3 +101,29 @@ def test_same_bits_on_repeat(gate):
     case = dataclasses.replace(Case((gate,), "strong", (2, 1000, 4, 2, 128, 128), state=True), **BF16)
     first, second = run(case, heuristic=True), run(case, heuristic=True)
     jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize("gate", ["g", "gk"])
+def test_offsets_beyond_32_bits(gate):
+    """The last tokens of 2^31 elements, after a reset, are those of a call that has no others."""
+    whole, alone = after_a_reset(gate, T=2**20 + 64, H=32, rows=128)
+    for name, want in alone.items():
+        assert relative_rms(whole[name], want) < 1e-3, name
+
+
+def after_a_reset(gate: str, T: int, H: int, rows: int):
+    """Output and gradients of the last rows of a call with T tokens whose state is reset before them, and of them alone."""
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    draw = jax.jit(lambda key: jax.random.normal(key, (1, T, H, 64), jnp.bfloat16))
+    arrays = {name: draw(next(keys)) for name in ("query", "key", "value")}
+    decays = jnp.full((1, T, H, 64) if gate == "gk" else (1, T, H), -0.05, jnp.bfloat16)
+    arrays[gate] = decays.at[:, T - rows].set(-jnp.inf)
+    weights = draw(next(keys)).at[:, : T - rows].set(0)
+
+    @jax.jit
+    def run(arrays, weights):
+        output, pull = jax.vjp(lambda a: recurrent(**a)[0], arrays)
+        return {"output": output[:, -rows:], **{n: x[:, -rows:] for n, x in pull(weights)[0].items()}}
+
+    last = lambda x: x[:, T - rows :]
+    return run(arrays, weights), run(jax.tree.map(last, arrays), last(weights))

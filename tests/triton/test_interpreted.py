@@ -46,6 +46,29 @@ def test_matches_float64(case):
     assert all(grads[n].dtype == x.dtype for n, x in case.arrays().items())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradient_of_a_reset_is_zero(dtype):
+    case = Case(("g",), dtype=dtype, shape=(1, 40, 2, 1, 16, 16), state=True)
+    arrays = case.arrays()
+    resets = [(3, -jnp.inf), (17, -1e4), (18, -jnp.inf)]
+    for t, value in resets:
+        arrays["g"] = arrays["g"].at[:, t].set(value)
+    found = jax.grad(lambda g: jnp.sum(recurrent(**(arrays | {"g": g}))[0].astype(jnp.float32)))(arrays["g"])
+    at_resets = found[0, jnp.array([t for t, _ in resets])]
+    assert jnp.all(at_resets == 0)
+    assert jnp.sum(found != 0) > 60
+
+
+def test_gradient_of_one_strong_gate_among_mild_ones():
+    """By itself, not only against the size of the whole: 1e-8 beside 1."""
+    case = Case(("g",), shape=(1, 16, 1, 1, 16, 16))
+    arrays = case.arrays() | {"g": jnp.full((1, 16, 1), -0.05).at[0, 5].set(-20.0)}
+    weights = case.weights()
+    grads = jax.grad(lambda g: jnp.sum(recurrent(**(arrays | {"g": g}))[0] * weights[0]))(arrays["g"])
+    want = value_and_grads(arrays, (weights[0], 0 * weights[1]), 0.25)[1]["g"]
+    assert abs(grads[0, 5, 0] / want[0, 5, 0] - 1) < 1e-4
+
+
 def small(gates=("gk",)):
     return Case(gates, shape=(2, 20, 2, 1, 16, 16), state=True)
 

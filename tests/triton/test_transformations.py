@@ -50,7 +50,7 @@ def gradient(case):
     wo, ws = case.weights()
 
     def loss(arrays, cu_seqlens):
-        o, S = call(arrays, cu_seqlens)
+        o, S = call(arrays, cu_seqlens, LinearConfig(block_q=case.block_q))
         return jnp.sum(o * wo) + jnp.sum(S * ws), (o, S)
 
     return jax.grad(loss, has_aux=True)
@@ -61,7 +61,7 @@ def many(case):
 
 
 def assert_equal(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(*map(np.float32, (a, b)), rtol=2e-5, atol=2e-5), got, want)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,8 @@ def assert_equal(got, want):
         Case(("g", "g_gamma"), shape=(1, 20, 2, 2, 16, 16), state=True, gate_heads="Hkv"),
         Case(("gv",), shape=(1, 17, 2, 1, 8, 16)),
         Case((), shape=(1, 20, 2, 1, 16, 16)),
+        Case(("g",), shape=(2, 20, 2, 1, 16, 16), dtype="bfloat16", state=True),  # keeps running sums
+        Case(("gk",), shape=(2, 70, 1, 1, 16, 16), dtype="bfloat16", block_q=64),  # and prepared rows
     ],
     ids=str,
 )

@@ -8,6 +8,9 @@ benchmark's shapes were compiled for both, those of the per-key gate are in the 
     block_d      value channels per tile: every kernel that walks states or writes outputs or a value side's gradient
     num_warps    every kernel but those that prepare a walk, and the sides of gates per key channel in bfloat16
     num_stages   loads in flight: every loop over chunks, and over channels of a scalar gradient
+
+With 129 to 256 key channels, any of block_d, num_warps and num_stages takes `_key.outputs` with them instead of `_wide`, whose
+tiles are fixed.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ import triton.language as tl
 
 from ejkernel.kernels._triton.recurrent._tiles import exp_of_log, head_log_decay, program_at, slot_at, sums, upto
 
+RESET = tl.constexpr(-89.5)  # of a difference of two running sums: the step between them was clamped
+
 
 @triton.jit
 def constant_decay(gamma, seq, head, H: tl.constexpr):
@@ -34,10 +36,10 @@ def _decay(log, EXACT: tl.constexpr):
 @triton.jit
 def running_sums(
     gs, gamma, slots, T, NT,
-    sums,
+    running,
     H: tl.constexpr, HGS: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Programs: tiles of BH heads * slots. sums [slots, H, C]: clamped log decays of a head up to and with each row."""
+    """Programs: tiles of BH heads * slots. running [slots, H, C]: sums of clamped log decays up to and with each row."""
     tile, _, s = program_at((H + BH - 1) // BH, 1)
     token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
     h = tile * BH + tl.arange(0, BH)[None, :]
@@ -46,7 +48,7 @@ def running_sums(
     total = tl.load(gs + (token + SIGN * r) * HGS + h // (H // HGS), mask=here, other=0.0).to(tl.float32)
     if gamma is not None:
         total += tl.load(gamma + seq * H + h, mask=here, other=0.0).to(tl.float32)
-    tl.store(sums + (s.to(tl.int64) * H + h) * C + r, tl.cumsum(tl.maximum(total, -90.0), 0), mask=h < H)
+    tl.store(running + (s.to(tl.int64) * H + h) * C + r, tl.cumsum(tl.maximum(total, -90.0), 0), mask=h < H)
 
 
 @triton.jit
@@ -76,7 +78,7 @@ def head_decays(
         upto_row = logs
         whole = tl.load(gs + index * C + (C - 1))
         after_row = whole - logs
-    return logs, _decay(upto_row, EXACT), _decay(after_row, EXACT), tl.exp(whole)
+    return logs, _decay(upto_row, EXACT), _decay(after_row, EXACT), tl.exp(whole)  # one number: nothing to save
 
 
 @triton.jit

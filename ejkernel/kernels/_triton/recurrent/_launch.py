@@ -74,7 +74,7 @@ class Call:
         if self.sums is not None:
             return self.sums, None
         (_, T, H, _, _), plan, slots = self.dims, self.plan, self.slots
-        BH = min(16, tile(H, 16))
+        BH = 16
         made = triton_call(
             g, g_gamma, slots.table, T, slots.per_sequence, kernel=_decays.running_sums, grid=(cdiv(H, BH) * slots.count,), H=H,
             HGS=heads(g), C=plan.C, BH=BH, SIGN=plan.sign, num_warps=4, out_shape=shape((slots.count, H, plan.C), np.float32),
@@ -91,11 +91,11 @@ class Call:
         return gate_pieces(self.plan, *(self.get(name) for name in names))
 
     def constants(self) -> dict[str, Any]:
-        """What every chunked kernel is compiled for."""
+        """What every chunked kernel is compiled for. A configuration's own number of stages is used as given."""
         plan = self.plan
         return {
             "H": self.dims[2], "HGS": heads(self.get("g")), "C": plan.C, "SIGN": plan.sign, "EVEN": self.slots.even,
-            "DT": OPERANDS[plan.operand.name], "PREC": plan.precision,
+            "DT": OPERANDS[plan.operand.name], "PREC": plan.precision, "fewer_stages": plan.num_stages is None,
         }  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def one_pass(call: Call, channels: int) -> bool:
     """Whether a scalar gate's outputs are made from q, k and v while the state is walked.
 
     A state of more than 128 rows leaves room for few columns, and q k^T would be made anew for each of them: 0.65 to 0.82 on
-    (8, 4096, 4, 256, 512), against 0.42 ms by `_launch_wide`, and 0.58 by `walk` and `_scalar.outputs`, which the rest takes.
+    (8, 4096, 4, 256, 512), against 0.31 ms by `_launch_wide`, and 0.58 by `walk` and `_scalar.outputs`, which the rest takes.
     """
     return fits_registers(call, channels) and channels <= 128
 

@@ -77,6 +77,7 @@ def _walk(
     common: dict[str, Any] = {
         "H": H, "DA": K, "DB": V, "PA": PA, "PB": PB, "BA": BA, "BB": BB, "ADJOINT": adjoint, "STAGES": plan.num_stages or 3,
         "num_warps": plan.num_warps or 4, "kernel": _both.walk_prepared, "grid": (tiles * segments.count * H,),
+        "fewer_stages": plan.num_stages is None,
     }  # fmt: skip
     ends: list[Array | None] = [None, None, None]
     if segments.split:

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.callib import cdiv, shared_memory, triton_call
+from ejkernel.callib import cdiv, shared_memory_limit, triton_call
 from ejkernel.kernels._triton.recurrent import _key, _mild, _pairs, _side, _wide
 from ejkernel.kernels._triton.recurrent._launch import Call, Side, absent, fits_registers, heads, per_head_dtype, shape, sides
 from ejkernel.kernels._triton.recurrent._plan import PROGRAMS_TO_FILL, Array, Segments, gate_pieces, tile
+
+WIDE_SHARED = 202 << 10  # bytes that a program of `_wide` takes with two chunks in shared memory
 
 
 def fits(call: Call) -> bool:
@@ -122,7 +124,7 @@ def walk_outputs(
     common: dict[str, Any] = {
         "H": H, "SIGN": plan.sign, "EVEN": slots.even, "K": K, "KP": KP, "HV": heads(v), "V": V, "BV": BV, "ADJOINT": adjoint,
         "STAGES": plan.num_stages or (3 if KP <= 128 else 1), "num_warps": plan.num_warps or 4, "kernel": _key.outputs,
-        "grid": (cdiv(V, BV) * segments.count * H,),
+        "grid": (cdiv(V, BV) * segments.count * H,), "fewer_stages": plan.num_stages is None,
     }  # fmt: skip
     ends = decay = None
     if segments.split:
@@ -150,7 +152,7 @@ def _wide_tiles(call: Call, KP: int) -> bool:
     """Whether `_wide` walks a state of KP key channels: unless a configuration names tiles, and where two chunks fit."""
     plan, V = call.plan, call.dims[4]
     named = plan.block_d or plan.num_warps or plan.num_stages
-    return KP == 256 and V > 64 and not named and shared_memory(_wide.wide_outputs) >= 200 << 10
+    return KP == 256 and V > 64 and not named and shared_memory_limit(_wide.wide_outputs) >= WIDE_SHARED
 
 
 def backward(
@@ -216,6 +218,6 @@ def one_side(
     places = [len(given) - 3 + i for i, n in enumerate(("dx", "dy", "dg")) if n in names]
     return triton_call(
         *given, kernel=_side.side, grid=(cdiv(D, BD) * cdiv(count, group) * H,), BD=BD, B2=tile(D2, 128), GROUP=group,
-        STAGES=1 if D2 <= 128 else 2, STATES_FIRST=D2 > 128, num_warps=8,
+        STAGES=1 if D2 <= 128 else 2, STATES_FIRST=D2 > 128, num_warps=8, fewer_stages=True,
         maxnreg=128, input_output_aliases={place: i for i, place in enumerate(places)}, **common,
     )  # fmt: skip

@@ -79,7 +79,7 @@ def mild_prepare(
         if q is not None:
             bq = bq.to(tl.float32) * (exp_of_log(c) * scale)
             tl.store(qd + at, (bq * half[None, :]).to(DT))
-            # Rounded once, when they are stored: in bfloat16 these factors would cost as much accuracy as all the rest.
+            # Operands with tf32's 10 bits (Hopper cuts the others off): in bfloat16 they would cost as much as all the rest.
             pairs = tl.dot(bq, tl.trans(bk), pairs, input_precision="tf32")
         tl.store(tot + index * KP + col + tl.arange(0, BK), half * half)
     if q is not None:
@@ -156,7 +156,7 @@ def mild_side(
             ay = dot(by2, tl.trans(dS), ay, DT, PREC)
             if dg is not None:
                 through += _passed(S, dS, tot2, index, c2, P2, B2)
-    # Pairs and rows as bfloat16 and what that leaves of them: rounded alone they would add twice the result's own rounding.
+    # Pairs and rows as bfloat16 and what that leaves of them: each rounding alone would add an error like the result's own.
     M = tl.where(r[:, None] >= r[None, :], M, 0.0) * scale
     M_rest = rest_of(M, M.to(DT))
     M = M.to(DT)
@@ -167,14 +167,14 @@ def mild_side(
     if dy is not None:
         ay *= half[None, :]
     if dg is not None:
-        # The decay of row j is in what every row t >= j reads and in what is read of every row s < j. A pair (t, s) counts
-        # at t and, negative, at s, by the very same products: from rows before both nothing of it is left to see.
         everything = through * half * half + tl.sum(fy * ay, 0)
     ax = dot_of_halves(M, M_rest, fy.to(DT), rest_of(fy, fy.to(DT)), ax * (half * scale)[None, :])
     if dy is not None:
         fx = load_rows(x, token, rows, head // (H // HX), col, HX, D, C, BD, SIGN, EVEN).to(tl.float32) * exp_of_log(c)
         ay = dot_of_halves(tl.trans(M), tl.trans(M_rest), fx.to(DT), rest_of(fx, fx.to(DT)), ay)
         if dg is not None:
+            # The decay of row j is in what every row t >= j reads and in what is read of every row s < j. A pair (t, s) counts
+            # at t and, negative, at s, by products that differ by 2^-17: from rows before both that is all that is left of it.
             found = sums(onwards(C), fx * ax - fy * ay, 2) + everything[None, :]
             store_rows(dg, found, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
         store_rows(dy, exp_of_log(-c) * ay, token, rows, head, col, H, D, C, BD, SIGN, EVEN)

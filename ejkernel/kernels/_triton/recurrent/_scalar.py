@@ -4,8 +4,8 @@
     S' = tot S + (k suf)^T v
 
 `forward` walks a segment's chunks with the state in registers and reads every input once. For states that do not fit, `prepare`
-makes what `_key.outputs` walks (bfloat16, up to 256 key channels), or `outputs` does one chunk from a stored state. `backward`
-does one chunk from the stored state and adjoint.
+makes what `_wide` or `_key.outputs` walks (bfloat16, up to 256 key channels), or `outputs` does one chunk from a stored state.
+`backward` does one chunk from the stored state and adjoint.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._decays import constant_decay, decay_matrix, head_decays
+from ejkernel.kernels._triton.recurrent._decays import RESET, constant_decay, decay_matrix, head_decays
 from ejkernel.kernels._triton.recurrent._tiles import (
     dot,
     load_rows,
     load_state,
+    onwards,
     program_at,
     slot_at,
     store_rows,
@@ -208,6 +209,16 @@ def backward(
     else:
         D = tl.where(t >= u, scale, 0.0)
     dA *= D
+    if (GATED and EXACT) or (dv is not None):
+        A = tl.zeros([C, C], tl.float32)  # q k^T
+        for c in range(0, K, BK):
+            bq = load_rows(q, token, rows, head, c, H, K, C, BK, SIGN, EVEN)
+            bk = load_rows(k, token, rows, kv, c, HK, K, C, BK, SIGN, EVEN)
+            A = dot(bq, tl.trans(bk.to(DT)), A, DT, PREC)
+    if GATED and EXACT:
+        # The decay of row r is a factor of every pair s < r <= t: added up for each r, over t >= r and then over s < r.
+        spanned = dot(onwards(C), tl.where(t > u, A * dA, 0.0), None, DT, PREC)
+        of_pairs = tl.sum(tl.where(u < t, spanned, 0.0), 1)  # [C]
     # A row's pair with itself has no decay. Apart from the others it cannot drown them where all decays are strong.
     itself = tl.sum(tl.where(t == u, dA, 0.0), 1)  # [C]
     dA = tl.where(t > u, dA, 0.0).to(DT)
@@ -235,20 +246,17 @@ def backward(
             xq *= pre[:, None]
             xk *= suf[:, None]
             at_suffix += tl.sum(xk * fk, 1)
+            if EXACT:
+                balance += tl.sum(xq * fq, 1)
         else:
             xq *= scale
         xq = dot(dA, bk, xq, DT, PREC)
         yk = dot(dAt, bq, None, DT, PREC)
-        if GATED:
+        if GATED and not EXACT:
             balance += tl.sum(xq * fq - yk * fk, 1)
         store_rows(dq, xq + itself[:, None] * fk, token, rows, head, a, H, K, C, BK, SIGN, EVEN)
         store_rows(dk, xk + yk + itself[:, None] * fq, token, rows, head, a, H, K, C, BK, SIGN, EVEN)
     if dv is not None:
-        A = tl.zeros([C, C], tl.float32)  # q k^T
-        for c in range(0, K, BK):
-            bq = load_rows(q, token, rows, head, c, H, K, C, BK, SIGN, EVEN)
-            bk = load_rows(k, token, rows, kv, c, HK, K, C, BK, SIGN, EVEN)
-            A = dot(bq, tl.trans(bk.to(DT)), A, DT, PREC)
         At = tl.trans((A * D).to(DT))
         for c in range(0, V, BV):
             xv = tl.zeros([C, BV], tl.float32)
@@ -263,7 +271,12 @@ def backward(
     if GATED:
         r = tl.arange(0, C)
         # The decay of row r is in what every row t >= r reads, of the state and of rows s < r, in what the state keeps of every
-        # row before r, and in what passes through the whole chunk. A pair (t, s) counts at t and, negative, at s, by the very
-        # same products: of pairs from r on nothing is left in the sum.
+        # row before r, and in what passes through the whole chunk. Where a pair (t, s) is not counted by itself (EXACT) it
+        # counts at t and, negative, at s, by the very same products: of pairs from r on only rounding is left in the sum.
         dlog = tl.sum(tl.where(t >= u, balance[:, None], at_suffix[:, None]), 0) + through * kept
+        if EXACT:
+            dlog += of_pairs
+        elif gs is not None:  # nothing passes a reset, not even rounding
+            before = tl.load(gs + index * C + r - 1, mask=r > 0, other=0.0)
+            dlog = tl.where(tl.load(gs + index * C + r) - before > RESET, dlog, 0.0)
         tl.store(dg + (token + SIGN * r) * H + head, dlog, mask=r < rows)

@@ -5,8 +5,9 @@ A slot is one chunk of C rows of one sequence, row r being the r-th step of the 
 and read as steps that change nothing.
 
 Sums of log decays are matrix products with 0/1 matrices on the tensor cores: the decays are split into bfloat16 pieces
-whose sum is exact, and each sum runs over just the steps it spans, so nothing is subtracted (but in `_mild` and `_decays`,
-which say when they may). -inf is clamped to -1e30, whose exponential is 0 as well but whose product with 0 is not NaN.
+whose sum is exact, and each sum runs over just the steps it spans, so nothing is subtracted (but in `_mild`, `_decays` and
+`_scalar.backward`, which say when they may). -inf is clamped to -1e30, whose exponential is 0 as well but whose product with 0
+is not NaN.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ def dot(a, b, acc, DT: tl.constexpr, PREC: tl.constexpr):
 @triton.jit
 def nearest_tf32(x):
     """float32 x with the 10 bits that a tf32 product reads of it, rounded: Hopper's tensor cores would cut the others off."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)  # a NaN stays one: its bits might overflow to 0
 
 
 @triton.jit

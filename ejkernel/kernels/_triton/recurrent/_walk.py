@@ -110,7 +110,7 @@ def walk(
     """Programs: tiles of a * tiles of b * segments * heads.
 
     states [slots, H, DA, DB] may be None; final is [N, H, DA, DB], or, with decay_a given (SEGMENT), each segment's own end.
-    gs: g itself, or, of a call without gates per channel, what `head_decays` reads.
+    gs: g, or, where not EXACT and without gates per channel, its running sums.
     """
     TA: tl.constexpr = (DA + BA - 1) // BA
     TB: tl.constexpr = (DB + BB - 1) // BB
