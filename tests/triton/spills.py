@@ -37,11 +37,11 @@ _MILD_SIDE = (
 )
 _NARROW_OUTPUTS = "only the segments' ends; 64 value channels 0.334 ms on r4 for everything, before `_wide`"
 _WIDE_OUTPUTS = (
-    "both passes with states 0.767 ms on r4 (48 bytes, Triton 3.6), 1.00 by `outputs`; without states nothing spills"
+    "both passes with states 0.74 to 0.79 ms on r4 (48 bytes, Triton 3.6), 1.00 by `outputs`; without states nothing spills"
 )
 
 SPILLS = [
-    Spill(90, "g", "forward", 72, "clamped running sums: 0.114 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
+    Spill(90, "g", "forward", 72, "running sums: 0.104 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
     Spill(90, "g", "backward", 144, _BACKWARD),
     Spill(90, "g_gamma", "backward", 72, "168 registers 0.203 ms on r3 (8 bytes, Triton 3.6), unlimited 0.229"),
     Spill(90, "g wide", "backward", 240, _BACKWARD + "; K = 512 not measured"),
