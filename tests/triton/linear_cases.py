@@ -83,13 +83,13 @@ INTERPRETED = [
     ),
     Case(("gk",), "near -20", dtype="bfloat16", shape=(1, 70, 1, 1, 24, 136), block_q=64),
     Case(("gk",), "mild", dtype="bfloat16", shape=(1, 40, 2, 1, 16, 16), block_q=64, schedule="recurrent", state=True),
-    Case(("gk",), "resets now and then", dtype="bfloat16", shape=(1, 150, 2, 1, 40, 24), block_q=64, state=True, reverse=True),
+    Case(("gk",), "resets now and then", dtype="bfloat16", shape=(1, 130, 1, 1, 40, 24), block_q=64, state=True, reverse=True),
     Case(("gk", "gv"), "resets now and then", dtype="bfloat16", shape=(1, 150, 1, 1, 40, 24), block_q=64, state=True),
     Case(
-        ("g", "gk", "gv"), dtype="bfloat16", shape=(1, 130, 2, 1, 24, 16), cu_seqlens=(0, 5, 5, 70, 130), block_q=64, state=True
+        ("g", "gk", "gv"), dtype="bfloat16", shape=(1, 90, 2, 1, 24, 16), cu_seqlens=(0, 5, 5, 20, 90), block_q=64, state=True
     ),
-    Case(("g",), "resets", dtype="bfloat16", shape=(1, 1030, 1, 1, 140, 72), block_q=64, state=True),  # splits the sequence
-    Case(("gk",), dtype="bfloat16", shape=(1, 100, 1, 1, 140, 72), cu_seqlens=(0, 5, 5, 70, 100), block_q=64, reverse=True),
+    Case(("g",), "resets", dtype="bfloat16", shape=(1, 580, 1, 1, 140, 72), block_q=64, state=True),  # splits the sequence
+    Case(("gk",), dtype="bfloat16", shape=(1, 75, 1, 1, 140, 72), cu_seqlens=(0, 5, 5, 75), block_q=64, reverse=True),
     Case((), dtype="bfloat16", shape=(1, 70, 2, 1, 200, 16), block_q=64),
     Case(
         ("g", "g_gamma"),

@@ -13,8 +13,6 @@ from benchmarks.triton_resources import CALLS
 from tests.triton.processes import outside
 from tests.triton.spills import outdated, unexplained
 
-# What runs with fewer loads in flight than its default, for want of shared memory: (call, kernel) by compute capability.
-FEWER_STAGES: dict[int, set[tuple[str, str]]] = {80: {("gk", "outputs")}, 90: set()}
 # All of benchmarks.triton_resources.CALLS and "decode", in groups that take about as long (25 s where nothing is cached).
 GROUPS = [["none", "gk", "g broad", "g float16", "decode"], ["g", "g_gamma", "gk wide", "g wide"], ["gk gv", "all float32"]]
 
@@ -25,7 +23,7 @@ def test_kernels_compile_and_fit(capability, calls):
     text = outside("-m", "benchmarks.triton_resources", "--json", "--capability", str(capability), "--calls", *calls)
     entries = [json.loads(line) for line in text.splitlines()]
     assert {e["call"] for e in entries} == set(calls)
-    assert {(e["call"], e["kernel"].partition("[")[0]) for e in entries if e["lowered"]} <= FEWER_STAGES[capability]
+    assert not [e for e in entries if e["lowered"]]  # the shared memory has room for the default's loads in flight
     missing = "\n".join(unexplained(entries))
     assert not missing, f"default tiles that spill need a reason and its measurement in tests/triton/spills.py:\n{missing}"
     assert outdated(entries) == []

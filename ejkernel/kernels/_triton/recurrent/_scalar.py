@@ -180,6 +180,20 @@ def outputs(
 
 
 @triton.jit
+def _scores(
+    q, k, token, rows, head, kv, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """[C, C]: q k^T of a slot."""
+    A = tl.zeros([C, C], tl.float32)
+    for c in range(0, K, BK):
+        bq = load_rows(q, token, rows, head, c, H, K, C, BK, SIGN, EVEN)
+        bk = load_rows(k, token, rows, kv, c, HK, K, C, BK, SIGN, EVEN)
+        A = dot(bq, tl.trans(bk.to(DT)), A, DT, PREC)
+    return A
+
+
+@triton.jit
 def backward(
     q, k, v, gs, gamma, do, starts, ends, slots, scale, T, NT,
     dq, dk, dv, dg,
@@ -209,13 +223,8 @@ def backward(
     else:
         D = tl.where(t >= u, scale, 0.0)
     dA *= D
-    if (GATED and EXACT) or (dv is not None):
-        A = tl.zeros([C, C], tl.float32)  # q k^T
-        for c in range(0, K, BK):
-            bq = load_rows(q, token, rows, head, c, H, K, C, BK, SIGN, EVEN)
-            bk = load_rows(k, token, rows, kv, c, HK, K, C, BK, SIGN, EVEN)
-            A = dot(bq, tl.trans(bk.to(DT)), A, DT, PREC)
     if GATED and EXACT:
+        A = _scores(q, k, token, rows, head, kv, H, HK, K, C, BK, SIGN, EVEN, DT, PREC)
         # The decay of row r is a factor of every pair s < r <= t: added up for each r, over t >= r and then over s < r.
         spanned = dot(onwards(C), tl.where(t > u, A * dA, 0.0), None, DT, PREC)
         of_pairs = tl.sum(tl.where(u < t, spanned, 0.0), 1)  # [C]
@@ -257,6 +266,7 @@ def backward(
         store_rows(dq, xq + itself[:, None] * fk, token, rows, head, a, H, K, C, BK, SIGN, EVEN)
         store_rows(dk, xk + yk + itself[:, None] * fq, token, rows, head, a, H, K, C, BK, SIGN, EVEN)
     if dv is not None:
+        A = _scores(q, k, token, rows, head, kv, H, HK, K, C, BK, SIGN, EVEN, DT, PREC)
         At = tl.trans((A * D).to(DT))
         for c in range(0, V, BV):
             xv = tl.zeros([C, BV], tl.float32)
