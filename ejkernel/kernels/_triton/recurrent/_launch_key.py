@@ -149,7 +149,7 @@ def walk_outputs(
 
 
 def _wide_tiles(call: Call, KP: int) -> bool:
-    """Whether `_wide` walks a state of KP key channels: unless a configuration names tiles, and where two chunks fit."""
+    """Whether `_wide` walks a state of KP key channels: where two chunks fit, and no configuration names tiles of its own."""
     plan, V = call.plan, call.dims[4]
     named = plan.block_d or plan.num_warps or plan.num_stages
     return KP == 256 and V > 64 and not named and shared_memory_limit(_wide.wide_outputs) >= WIDE_SHARED
