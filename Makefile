@@ -43,10 +43,11 @@ test-gpu:
 # Out-of-bounds reads and writes of every Triton kernel, on a GPU. Each array is an allocation of its own, so that its end is one.
 # The first run compiles, the second is watched.
 SANITIZER ?= compute-sanitizer
-PROGRAMS := $(or $(TMPDIR),/tmp)/ejkernel_sanitized.pickle
+PROGRAMS := build/sanitized.pickle
 sanitize-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
 sanitize-gpu: export XLA_PYTHON_CLIENT_ALLOCATOR := platform
 sanitize-gpu:
+	mkdir -p $(dir $(PROGRAMS))
 	$(PYTHON) -m tests.triton.sanitized $(PROGRAMS)
 	$(SANITIZER) --tool memcheck --error-exitcode 3 --print-limit 20 $(PYTHON) -m tests.triton.watched $(PROGRAMS)
 

@@ -91,8 +91,8 @@ def compile_to_fit(
         if stages <= 1 or not options.fewer_stages:
             raise RuntimeError(
                 f"{kernel.fn.__name__} needs {compiled.metadata.shared} bytes of shared memory with these tiles; a GPU of "
-                f"compute capability {capability / 10} has {room}. Give a cfg with smaller tiles (block_q, block_k, "
-                f"block_d) or fewer num_stages, or platform='xla'."
+                f"compute capability {capability / 10} has {room}. Give smaller tiles or fewer stages (to an "
+                f"operation: a cfg with other block_q, block_k, block_d or num_stages, or platform='xla')."
             )
         options = dataclasses.replace(options, num_stages=min(options.num_stages, stages - 1))
         if "STAGES" in constants:

@@ -47,9 +47,9 @@ def prepared(
     P = max(32, tile(D, 512))
     rows = shape((count, H, 64, P), plan.operand)
     pairs = shape((count, H, 64, 64), plan.operand)
-    out = {} if x is None else {"A": pairs, "rest": pairs, "qd": rows} if rest else {"A": pairs, "qd": rows}
-    out |= {"kd": rows, "tot": shape((count, H, P), np.float32)}
-    missing = absent(n for n in ("A", "rest", "qd") if n not in out)
+    everything = {"A": pairs, "rest": pairs, "qd": rows, "kd": rows, "tot": shape((count, H, P), np.float32)}
+    missing = absent(("A", "rest", "qd") if x is None else () if rest else ("rest",))
+    out = {name: array for name, array in everything.items() if name not in missing}
     arrays = (x, y, gate, g, g_gamma, slots.table)
     common: dict[str, Any] = {
         "H": H, "HK": heads(y), "HG": heads(gate), "HGS": heads(g), "K": D, "KP": P, "SIGN": plan.sign, "EVEN": slots.even,
@@ -63,9 +63,8 @@ def prepared(
     )  # fmt: skip
     group = slots_together(call)
     filled = dict(zip(out, found, strict=True))
-    names = ("A", "rest", "qd", "kd", "tot")
-    given = (*arrays, mild, scale, T, slots.per_sequence, count, *(filled.get(n) for n in names))
-    places = [len(given) - len(names) + i for i, n in enumerate(names) if n in out]
+    given = (*arrays, mild, scale, T, slots.per_sequence, count, *(filled.get(n) for n in everything))
+    places = [len(given) - len(everything) + i for i, n in enumerate(everything) if n in out]
     found = triton_call(
         *given, kernel=_key.prepare, grid=(cdiv(count, group) * H,), BK=min(P, 128), GROUP=group, num_warps=4,
         maxnreg=160 if P == 64 else None,
