@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import load_state, program_at, store_state
-from ejkernel.kernels._triton.recurrent._walk import combined, segment_at
+from ejkernel.kernels._triton.recurrent._tiles import program_at, store_state
+from ejkernel.kernels._triton.recurrent._walk import segment_at, start_of, walked_last
 
 
 @triton.jit
@@ -36,23 +36,16 @@ def walk_prepared(
     g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
     if seq < 0:
         return
-    last = place == total - 1  # whether this segment is walked last
-    if ADJOINT:
-        last = place == 0
+    last = walked_last(place, total, ADJOINT)
     if SEGMENT:
-        if last:  # nobody starts from its end
+        if last:
             return
-    row = seq.to(tl.int64) * H + head
     r = tl.arange(0, C)[:, None]
     i = a + tl.arange(0, BA)
     j = b + tl.arange(0, BB)
-    S = tl.zeros([BA, BB], tl.float32)
+    S = start_of(begin, ends, end_decay_a, end_decay_b, g, seq, place, total, head, a, b, ADJOINT, H, DA, DB, DB, 1, BA, BB, 0)
     kept_a = tl.full([BA], 1.0, tl.float32)
     kept_b = tl.full([BB], 1.0, tl.float32)
-    if begin is not None:
-        S += load_state(begin, row, a, b, DA, DB, DB, 1, BA, BB).to(tl.float32)
-    if ends is not None:
-        S = combined(S, ends, end_decay_a, end_decay_b, g, place, total, head, a, b, ADJOINT, H, DA, DB, DB, 1, BA, BB)
     for n in tl.range(count, num_stages=STAGES):
         s = first + n
         if ADJOINT:
@@ -77,4 +70,4 @@ def walk_prepared(
             tl.store(decay_b + at * DB + j, kept_b, mask=j < DB)
     else:
         if last:
-            store_state(final, S, row, a, b, DA, DB, BA, BB)
+            store_state(final, S, seq.to(tl.int64) * H + head, a, b, DA, DB, BA, BB)

@@ -15,14 +15,13 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     all_mild,
     exp_of_log,
     load_rows,
-    load_state,
     program_at,
     rest_of,
     slot_at,
     store_rows,
     store_state,
 )
-from ejkernel.kernels._triton.recurrent._walk import combined, rows_of, segment_at, slot_of
+from ejkernel.kernels._triton.recurrent._walk import rows_of, segment_at, slot_of, start_of, walked_last
 
 
 @triton.jit
@@ -219,21 +218,14 @@ def outputs(
     g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
     if seq < 0:
         return
-    last = place == total - 1  # whether this segment is walked last
-    if ADJOINT:
-        last = place == 0
+    last = walked_last(place, total, ADJOINT)
     if SEGMENT:
-        if last:  # nobody starts from its end
+        if last:
             return
-    row = seq.to(tl.int64) * H + head
     r = tl.arange(0, C)
     ck = tl.arange(0, KP)
-    S = tl.zeros([KP, BV], tl.float32)
+    S = start_of(begin, ends, end_decay, None, g, seq, place, total, head, 0, b, ADJOINT, H, K, V, V, 1, KP, BV, 0)
     kept = tl.full([KP], 1.0, tl.float32)
-    if begin is not None:
-        S += load_state(begin, row, 0, b, K, V, V, 1, KP, BV).to(tl.float32)
-    if ends is not None:
-        S = combined(S, ends, end_decay, None, g, place, total, head, 0, b, ADJOINT, H, K, V, V, 1, KP, BV)
     token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
         s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
@@ -267,4 +259,4 @@ def outputs(
             tl.store(decay + at * K + ck, kept, mask=ck < K)
     else:
         if last:
-            store_state(final, S, row, 0, b, K, V, KP, BV)
+            store_state(final, S, seq.to(tl.int64) * H + head, 0, b, K, V, KP, BV)

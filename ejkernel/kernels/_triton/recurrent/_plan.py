@@ -18,7 +18,8 @@ PROGRAMS_TO_FILL = 264  # two for each of an H200's 132 multiprocessors: fewer w
 ENOUGH_PROGRAMS = 120  # nearly one for each: what a second would win is less than the first pass over half of the rows costs
 MIN_SEGMENT = 8  # chunks: shorter segments cost more in their combination than they save
 MAX_SEGMENTS = 32
-COMPARE_ALL = 1 << 22  # comparisons that one small kernel does faster than a search, which is a loop of a dozen
+COMPARE_ALL = 1 << 22  # comparisons that one small kernel does faster than a search or running sum, which is a dozen of them
+LENGTHS = 16  # lengths that packed segments are sorted by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Slots:
         N = cu_seqlens.shape[0] - 1
         count = T // plan.C + N
         slots_of = -(-jnp.diff(cu_seqlens) // plan.C)  # [N]
-        first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(slots_of, dtype=jnp.int32)])
+        first = starts(slots_of)
         index = jnp.arange(count, dtype=jnp.int32)
         seq = owner(first, index)
         place = (index - first[seq]) * plan.C
@@ -128,23 +129,39 @@ class Segments:
 
     @classmethod
     def _packed(cls, slots: Slots, N: int, chunks: int) -> Segments:
-        """With rows first slot, slots, sequence (-1: unused), place in the sequence, the sequence's segments, and the order in
-        which segments are started: the longest first, so that what the device ends with is short."""
+        """With a column for every segment in the order in which they are started, the longest first, so that what the device
+        ends with is short: segment (its place among `ends`), first slot, slots, sequence (-1: unused), place in the sequence,
+        the sequence's segments."""
         assert slots.first is not None
         count = slots.count // chunks + N
         slots_of = jnp.diff(slots.first)  # [N]
-        segments_of = jnp.maximum(1, -(-slots_of // chunks))  # an empty sequence still hands its state on
-        first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(segments_of, dtype=jnp.int32)])
+        full, rest = slots_of // chunks, slots_of % chunks
+        shorter = (rest > 0) | (slots_of == 0)  # an empty sequence still hands its state on
+        lengths = (chunks - 1 - rest) * LENGTHS // chunks  # of the shorter segment, 0 for nearly full ones
+        of_length = shorter & (lengths == jnp.arange(LENGTHS)[:, None])  # [LENGTHS, N]
+        first = starts(jnp.concatenate([full, of_length.astype(jnp.int32).ravel()]))
         index = jnp.arange(count, dtype=jnp.int32)
-        seq = owner(first, index)
-        place = index - first[seq]
-        slots_here = jnp.clip(slots_of[seq] - place * chunks, 0, chunks)
-        used = index < first[-1]
-        order = jnp.argsort(slots_here, descending=True)
-        table = jnp.stack(
-            [slots.first[seq] + place * chunks, slots_here, jnp.where(used, seq, -1), place, segments_of[seq], order]
-        )
-        return cls(chunks, count, count, table.astype(jnp.int32))
+        group = owner(first, index)
+        seq, is_full = group % N, group < N
+        place = jnp.where(is_full, index - first[group], full[seq])
+        begin = slots.first[seq]
+        table = [
+            begin // chunks + seq + place,  # no two alike, a sequence's one after the other, below `count`
+            begin + place * chunks,
+            jnp.where(is_full, chunks, rest[seq]),
+            jnp.where(index < first[-1], seq, -1),
+            place,
+            full[seq] + shorter[seq],
+        ]
+        return cls(chunks, count, count, jnp.stack(table).astype(jnp.int32))
+
+
+def starts(counts: Array) -> Array:
+    """[n + 1]: the sum of the counts [n] before each, and of all."""
+    if counts.size**2 > COMPARE_ALL:
+        return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    before = jnp.arange(counts.size) < jnp.arange(counts.size + 1)[:, None]
+    return jnp.sum(jnp.where(before, counts, 0), 1, dtype=jnp.int32)
 
 
 def owner(first: Array, index: Array) -> Array:

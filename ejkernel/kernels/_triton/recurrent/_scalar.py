@@ -24,7 +24,7 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     store_rows,
     store_state,
 )
-from ejkernel.kernels._triton.recurrent._walk import rows_of, segment_at, slot_of
+from ejkernel.kernels._triton.recurrent._walk import rows_of, segment_at, slot_of, start_of, walked_last
 
 
 @triton.jit
@@ -49,20 +49,9 @@ def forward(
     g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
     if seq < 0:
         return
-    row = seq.to(tl.int64) * H + head
-    S = tl.zeros([BK, BV], tl.float32)
-    if begin is not None:
-        S += load_state(begin, row, 0, b, K, V, STRIDE_K, STRIDE_V, BK, BV).to(tl.float32)
-    if ends is not None:
-        walked_before = place
-        if ADJOINT:
-            walked_before = total - 1 - place
-        for n in range(walked_before):
-            other = (g - place + n).to(tl.int64) * H + head
-            if ADJOINT:
-                other = (g - place + total - 1 - n).to(tl.int64) * H + head
-            S = S * tl.load(end_decay + other * DECAYS)
-            S += load_state(ends, other, 0, b, K, V, STRIDE_K, STRIDE_V, BK, BV)
+    S = start_of(
+        begin, ends, end_decay, None, g, seq, place, total, head, 0, b, ADJOINT, H, K, V, STRIDE_K, STRIDE_V, BK, BV, DECAYS
+    )  # [BK, BV]
     constant = constant_decay(gamma, seq, head, H)
     t = tl.arange(0, C)[:, None]
     u = tl.arange(0, C)[None, :]
@@ -106,11 +95,8 @@ def forward(
         store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
         S = dot(tl.trans(bk.to(DT)), passed, S, DT, PREC)
     if final is not None:
-        last = place == total - 1
-        if ADJOINT:
-            last = place == 0
-        if last:
-            store_state(final, S, row, 0, b, K, V, BK, BV)
+        if walked_last(place, total, ADJOINT):
+            store_state(final, S, seq.to(tl.int64) * H + head, 0, b, K, V, BK, BV)
 
 
 @triton.jit

@@ -38,17 +38,17 @@ def segment_at(segments, n, NT, NS, SC):
 
     segments: table [6, NS] of packed calls, or None.
     """
-    g = n
     if segments is not None:
-        g = tl.load(segments + 5 * NS + n)
-        first = tl.load(segments + g)
-        count = tl.load(segments + NS + g)
-        seq = tl.load(segments + 2 * NS + g)
-        place = tl.load(segments + 3 * NS + g)
-        total = tl.load(segments + 4 * NS + g)
+        g = tl.load(segments + n)
+        first = tl.load(segments + NS + n)
+        count = tl.load(segments + 2 * NS + n)
+        seq = tl.load(segments + 3 * NS + n)
+        place = tl.load(segments + 4 * NS + n)
+        total = tl.load(segments + 5 * NS + n)
     else:
-        seq = g // NS
-        place = g % NS
+        g = n
+        seq = n // NS
+        place = n % NS
         total = NS
         first = seq * NT + place * SC
         count = tl.minimum(SC, NT - place * SC)
@@ -74,27 +74,43 @@ def slot_of(first, count, token0, rows_left, n, ADJOINT: tl.constexpr, C: tl.con
 
 
 @triton.jit
-def combined(
-    S, ends, decay_a, decay_b, g, place, total, head, a, b, ADJOINT: tl.constexpr, H: tl.constexpr, DA: tl.constexpr,
-    DB: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_B: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr,
+def walked_last(place, total, ADJOINT: tl.constexpr):
+    """Whether the sequence's walk ends with the segment at this place, so that no other starts from its end."""
+    last = place == total - 1
+    if ADJOINT:
+        last = place == 0
+    return last
+
+
+@triton.jit
+def start_of(
+    begin, ends, decay_a, decay_b, g, seq, place, total, head, a, b, ADJOINT: tl.constexpr, H: tl.constexpr, DA: tl.constexpr,
+    DB: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_B: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
-    """The state at a segment's beginning, from the sequence's own S and the ends and decays of the segments walked before."""
+    """[BA, BB]: the state at a segment's beginning, from the sequence's own and the ends of the segments walked before.
+
+    ALIKE: 0, or how many decays an end has in decay_a where they are all the same: one of them is read then.
+    """
     i = a + tl.arange(0, BA)
     j = b + tl.arange(0, BB)
-    if ADJOINT:
-        steps = total - 1 - place
-    else:
-        steps = place
-    for n in range(steps):
+    S = tl.zeros([BA, BB], tl.float32)
+    if begin is not None:
+        S += load_state(begin, seq.to(tl.int64) * H + head, a, b, DA, DB, STRIDE_A, STRIDE_B, BA, BB).to(tl.float32)
+    if ends is not None:
+        walked_before = place
         if ADJOINT:
-            other = (g - place + total - 1 - n).to(tl.int64) * H + head
-        else:
+            walked_before = total - 1 - place
+        for n in range(walked_before):
             other = (g - place + n).to(tl.int64) * H + head
-        if decay_a is not None:
-            S = S * tl.load(decay_a + other * DA + i, mask=i < DA, other=0.0)[:, None]
-        if decay_b is not None:
-            S = S * tl.load(decay_b + other * DB + j, mask=j < DB, other=0.0)[None, :]
-        S += load_state(ends, other, a, b, DA, DB, STRIDE_A, STRIDE_B, BA, BB)
+            if ADJOINT:
+                other = (g - place + total - 1 - n).to(tl.int64) * H + head
+            if ALIKE > 0:
+                S = S * tl.load(decay_a + other * ALIKE)
+            elif decay_a is not None:
+                S = S * tl.load(decay_a + other * DA + i, mask=i < DA, other=0.0)[:, None]
+            if decay_b is not None:
+                S = S * tl.load(decay_b + other * DB + j, mask=j < DB, other=0.0)[None, :]
+            S += load_state(ends, other, a, b, DA, DB, STRIDE_A, STRIDE_B, BA, BB)
     return S
 
 
@@ -122,25 +138,21 @@ def walk(
     g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
     if seq < 0:
         return
-    if SEGMENT:  # nobody starts from the end of the segment that is walked last
-        if ADJOINT:
-            if place == 0:
-                return
-        else:
-            if place == total - 1:
-                return
-    S = tl.zeros([BA, BB], tl.float32)
+    last = walked_last(place, total, ADJOINT)
+    if SEGMENT:
+        if last:
+            return
     i = a + tl.arange(0, BA)
     j = b + tl.arange(0, BB)
     kept_a = tl.full([BA], 1.0, tl.float32)
     kept_b = tl.full([BB], 1.0, tl.float32)
-    row = seq.to(tl.int64) * H + head
     constant = constant_decay(gamma, seq, head, H)
-    if not SEGMENT:
-        if begin is not None:
-            S += load_state(begin, row, a, b, DA, DB, DB, 1, BA, BB).to(tl.float32)
-        if ends is not None:
-            S = combined(S, ends, end_decay_a, end_decay_b, g, place, total, head, a, b, ADJOINT, H, DA, DB, DB, 1, BA, BB)
+    if SEGMENT:
+        S = tl.zeros([BA, BB], tl.float32)
+    else:
+        S = start_of(
+            begin, ends, end_decay_a, end_decay_b, g, seq, place, total, head, a, b, ADJOINT, H, DA, DB, DB, 1, BA, BB, 0
+        )
     token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
         s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
@@ -193,9 +205,5 @@ def walk(
             if a == 0:
                 tl.store(decay_b + segment * DB + j, kept_b, mask=j < DB)
     else:
-        if ADJOINT:
-            last = place == 0
-        else:
-            last = place == total - 1
         if last:
-            store_state(final, S, row, a, b, DA, DB, BA, BB)
+            store_state(final, S, seq.to(tl.int64) * H + head, a, b, DA, DB, BA, BB)

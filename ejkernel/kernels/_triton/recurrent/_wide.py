@@ -10,22 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import load_rows, load_state, program_at, store_rows, store_state
-from ejkernel.kernels._triton.recurrent._walk import combined, rows_of, segment_at, slot_of
-
-
-@triton.jit
-def _start(
-    begin, ends, end_decay, g, seq, place, total, head, a, b, ADJOINT: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BA: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """[BV, BA]: the state at a segment's beginning, transposed, from key channel a and value channel b on."""
-    S = tl.zeros([BV, BA], tl.float32)
-    if begin is not None:
-        S += load_state(begin, seq.to(tl.int64) * H + head, b, a, V, K, 1, V, BV, BA).to(tl.float32)
-    if ends is not None:
-        S = combined(S, ends, None, end_decay, g, place, total, head, b, a, ADJOINT, H, V, K, 1, V, BV, BA)
-    return S
+from ejkernel.kernels._triton.recurrent._tiles import load_rows, program_at, store_rows, store_state
+from ejkernel.kernels._triton.recurrent._walk import rows_of, segment_at, slot_of, start_of, walked_last
 
 
 @triton.jit
@@ -46,8 +32,8 @@ def wide_outputs(
         return
     r = tl.arange(0, C)
     c = tl.arange(0, HALF)
-    S0 = _start(begin, ends, end_decay, g, seq, place, total, head, 0, b, ADJOINT, H, K, V, HALF, BV)  # [BV, HALF]
-    S1 = _start(begin, ends, end_decay, g, seq, place, total, head, HALF, b, ADJOINT, H, K, V, HALF, BV)
+    S0 = start_of(begin, ends, None, end_decay, g, seq, place, total, head, b, 0, ADJOINT, H, V, K, 1, V, BV, HALF, 0)
+    S1 = start_of(begin, ends, None, end_decay, g, seq, place, total, head, b, HALF, ADJOINT, H, V, K, 1, V, BV, HALF, 0)
     token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
         s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
@@ -83,10 +69,7 @@ def wide_outputs(
         S0 = tl.dot(bv, k0, S0)
         S1 = tl.dot(bv, k1, S1)
         store_rows(o, tl.trans(bo), token, rows, head, b, H, V, C, BV, SIGN, EVEN)
-    last = place == total - 1  # whether this segment is walked last
-    if ADJOINT:
-        last = place == 0
-    if last:
+    if walked_last(place, total, ADJOINT):
         row = seq.to(tl.int64) * H + head
         store_state(final, tl.trans(S0), row, 0, b, K, V, HALF, BV)
         store_state(final, tl.trans(S1), row, HALF, b, K, V, HALF, BV)
