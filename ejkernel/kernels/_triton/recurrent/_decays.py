@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ejkernel.kernels._triton.recurrent._tiles import exp_of_log, head_log_decay, program_at, slot_at, sums, upto
 
-RESET = tl.constexpr(-89.5)  # of a difference of two running sums: the step between them was clamped
+RESET = tl.constexpr(-89.5)  # a difference of two running sums below it is a clamped step
 
 
 @triton.jit
@@ -105,3 +105,11 @@ def decay_matrix(gs, logs, constant, TRANSPOSED: tl.constexpr, C: tl.constexpr, 
     else:
         between = logs[:, None] - logs[None, :]
     return tl.where(t >= s, _decay(between, EXACT), 0.0)
+
+
+@triton.jit
+def not_reset(gs, index, C: tl.constexpr):
+    """[C]: whether anything passes a row's decay, from what `running_sums` made; elsewhere even rounding is none of it."""
+    r = tl.arange(0, C)
+    before = tl.load(gs + index * C + r - 1, mask=r > 0, other=0.0)
+    return tl.load(gs + index * C + r) - before > RESET

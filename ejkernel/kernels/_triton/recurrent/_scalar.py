@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._decays import RESET, constant_decay, decay_matrix, head_decays
+from ejkernel.kernels._triton.recurrent._decays import constant_decay, decay_matrix, head_decays, not_reset
 from ejkernel.kernels._triton.recurrent._tiles import (
     dot,
     load_rows,
@@ -180,6 +180,12 @@ def _scores(
 
 
 @triton.jit
+def _sum_before(a_before, a, b_before, b):
+    """Joins (the sum of all but the last element, the last element) of two neighbours: a scan of it leaves a row's own out."""
+    return a_before + a + b_before, b
+
+
+@triton.jit
 def backward(
     q, k, v, gs, gamma, do, starts, ends, slots, scale, T, NT,
     dq, dk, dv, dg,
@@ -206,6 +212,9 @@ def backward(
         logs, pre, suf, kept = head_decays(gs, gamma, constant, index, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
         D = decay_matrix(gs, logs, constant, False, C, EXACT) * scale
         pre *= scale
+        if gs is not None:
+            if not EXACT:
+                passes = not_reset(gs, index, C)
     else:
         D = tl.where(t >= u, scale, 0.0)
     dA *= D
@@ -237,19 +246,23 @@ def backward(
                 through += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1), 0)
         fq = bq.to(tl.float32)
         fk = bk.to(tl.float32)
+        # One side after the other, dq stored before dk is begun: so three programs of 64 channels fit without spills.
         if GATED:
             xq *= pre[:, None]
-            xk *= suf[:, None]
-            at_suffix += tl.sum(xk * fk, 1)
-            if EXACT:
-                balance += tl.sum(xq * fq, 1)
         else:
             xq *= scale
+        if GATED and EXACT:
+            balance += tl.sum(xq * fq, 1)
         xq = dot(dA, bk, xq, DT, PREC)
+        if GATED and not EXACT:
+            balance += tl.sum(xq * fq, 1)
+        store_rows(dq, xq + itself[:, None] * fk, token, rows, head, a, H, K, C, BK, SIGN, EVEN)
+        if GATED:
+            xk *= suf[:, None]
+            at_suffix += tl.sum(xk * fk, 1)
         yk = dot(dAt, bq, None, DT, PREC)
         if GATED and not EXACT:
-            balance += tl.sum(xq * fq - yk * fk, 1)
-        store_rows(dq, xq + itself[:, None] * fk, token, rows, head, a, H, K, C, BK, SIGN, EVEN)
+            balance -= tl.sum(yk * fk, 1)
         store_rows(dk, xk + yk + itself[:, None] * fq, token, rows, head, a, H, K, C, BK, SIGN, EVEN)
     if dv is not None:
         A = _scores(q, k, token, rows, head, kv, H, HK, K, C, BK, SIGN, EVEN, DT, PREC)
@@ -265,14 +278,14 @@ def backward(
             bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
             store_rows(dv, dot(At, bd, xv, DT, PREC), token, rows, head, c, H, V, C, BV, SIGN, EVEN)
     if GATED:
-        r = tl.arange(0, C)
         # The decay of row r is in what every row t >= r reads, of the state and of rows s < r, in what the state keeps of every
         # row before r, and in what passes through the whole chunk. Where a pair (t, s) is not counted by itself (EXACT) it
         # counts at t and, negative, at s, by the very same products: of pairs from r on only rounding is left in the sum.
-        dlog = tl.sum(tl.where(t >= u, balance[:, None], at_suffix[:, None]), 0) + through * kept
+        kept_before, _ = tl.associative_scan((tl.zeros([C], tl.float32), at_suffix), 0, _sum_before)
+        dlog = tl.cumsum(balance, 0, reverse=True) + kept_before + through * kept
         if EXACT:
             dlog += of_pairs
-        elif gs is not None:  # nothing passes a reset, not even rounding
-            before = tl.load(gs + index * C + r - 1, mask=r > 0, other=0.0)
-            dlog = tl.where(tl.load(gs + index * C + r) - before > RESET, dlog, 0.0)
+        elif gs is not None:
+            dlog = tl.where(passes, dlog, 0.0)
+        r = tl.arange(0, C)
         tl.store(dg + (token + SIGN * r) * H + head, dlog, mask=r < rows)
