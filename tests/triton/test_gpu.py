@@ -74,7 +74,8 @@ def error_of_sum(case: Case, got, want) -> float:
     gamma = arrays.pop("g_gamma")
     T, lengths = case.shape[1], None if case.cu_seqlens is None else np.diff(case.cu_seqlens)
     rows = jnp.repeat(gamma[:, None], T, 1) if lengths is None else jnp.repeat(gamma, lengths, 0, total_repeat_length=T)[None]
-    arrays["g"] = arrays.get("g", 0) + rows
+    g = arrays.get("g", jnp.zeros((1, 1, 1)))
+    arrays["g"] = jnp.repeat(g, rows.shape[-1] // g.shape[-1], -1) + rows
     _, grads = value_and_grads(arrays, case.weights(), case.shape[4] ** -0.5, case.reverse, case.cu_seqlens)
     size = np.sqrt(np.sum(np.square(np.asarray(grads["g"], np.float64))) / np.asarray(want).size)
     return float(np.sqrt(np.mean(np.square(np.asarray(got, np.float64) - np.asarray(want)))) / size)
