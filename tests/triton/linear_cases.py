@@ -82,6 +82,7 @@ INTERPRETED = [
         ("gk",), "resets", dtype="bfloat16", shape=(1, 100, 1, 1, 40, 24), cu_seqlens=(0, 5, 5, 70, 100), block_q=64, state=True
     ),
     Case(("gk",), "near -20", dtype="bfloat16", shape=(1, 70, 1, 1, 24, 136), block_q=64),
+    Case(("g",), "near -20", dtype="bfloat16", shape=(1, 130, 1, 1, 24, 16), block_q=64),
     Case(("gk",), "mild", dtype="bfloat16", shape=(1, 40, 2, 1, 16, 16), block_q=64, schedule="recurrent", state=True),
     Case(("gk",), "resets now and then", dtype="bfloat16", shape=(1, 130, 1, 1, 40, 24), block_q=64, state=True, reverse=True),
     Case(("gk", "gv"), "resets now and then", dtype="bfloat16", shape=(1, 150, 1, 1, 40, 24), block_q=64, state=True),
