@@ -147,7 +147,7 @@ def main() -> None:
         capability = int(device.compute_capability.replace(".", ""))
         compile_all(chosen, capability, options.jobs, options.forward)
     file = options.out or (None if options.forward else FOLDER / f"{device_name(device_kind(device))}.json")
-    tuner, cache = Tuner(warmup=1, iters=7, max_seconds=options.seconds, candidate_seconds=options.seconds / 2), ConfigCache()
+    tuner, cache = Tuner(warmup=2, iters=7, max_seconds=options.seconds, candidate_seconds=options.seconds / 2), ConfigCache()
     print("| call | heuristic ms | winner ms | gain | fields that differ |\n|---|---|---|---|---|")
     for name, arrays in chosen.items():
         record = tune_call(arrays, tuner, options.forward, cache)

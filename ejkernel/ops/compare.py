@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -29,15 +30,18 @@ def nan_in(tree: Any) -> bool:
     return any(is_float(leaf) and bool(jnp.isnan(leaf).any()) for leaf in tree_util.tree_leaves(tree))
 
 
-def difference(kernel: Kernel, expected: Any, found: Any, what: str) -> str | None:
+def difference(kernel: Kernel, arguments: Iterable[Any], expected: Any, found: Any, what: str) -> str | None:
     """Why `found` is not the same result as `expected`; None when it is.
 
     Floats are compared by their largest error against the largest value, and by their mean square error against the mean
-    square, both within `kernel.tolerance(dtype)`; everything else must be equal.
+    square, both within the largest `kernel.tolerance(dtype)` of their own dtype and of those of the arguments that they were
+    computed from: a float32 state of bfloat16 tokens is no more exact than they are. Everything else must be equal.
 
     Args:
+        arguments: arrays that the results were computed from.
         what: "result" or "gradient", for the reason.
     """
+    least = max((kernel.tolerance(jnp.result_type(array)) for array in arguments if is_float(array)), default=0.0)
     structure: Any
     other: Any
     wanted, structure = tree_util.tree_flatten(expected)
@@ -48,13 +52,13 @@ def difference(kernel: Kernel, expected: Any, found: Any, what: str) -> str | No
         where = what if len(wanted) == 1 else f"{what} {position}"
         if (jnp.shape(right), jnp.result_type(right)) != (jnp.shape(leaf), jnp.result_type(leaf)):
             return f"its {where} is {_kind(leaf)}, not {_kind(right)}"
-        reason = _leaf_difference(kernel, right, leaf, where)
+        reason = _leaf_difference(kernel, least, right, leaf, where)
         if reason is not None:
             return reason
     return None
 
 
-def _leaf_difference(kernel: Kernel, right: Any, leaf: Any, where: str) -> str | None:
+def _leaf_difference(kernel: Kernel, least: float, right: Any, leaf: Any, where: str) -> str | None:
     dtype = jnp.result_type(right)
     if dtype == jax.dtypes.float0 or np.prod(jnp.shape(right)) == 0:
         return None
@@ -65,7 +69,7 @@ def _leaf_difference(kernel: Kernel, right: Any, leaf: Any, where: str) -> str |
     nan, largest, rms = (float(value) for value in _errors(right, leaf))
     if nan:
         return f"its {where} is NaN or infinite where the heuristic's is not"
-    limit = kernel.tolerance(dtype)
+    limit = max(least, kernel.tolerance(dtype))
     if largest > limit or rms > limit:
         return f"its {where} is wrong: relative error {max(largest, rms):.2g}, allowed {limit:.2g}"
     return None

@@ -109,9 +109,11 @@ class Race:
         if is_reference:
             self.expected = found
             return "its result or gradient is NaN on the random arguments" if nan_in(found) else None
-        return difference(kernel, self.expected[0], found[0], "result") or difference(
-            kernel, self.expected[1], found[1], "gradient"
+        reasons = (
+            difference(kernel, self.inputs.arrays, expected, result, what)
+            for expected, result, what in zip(self.expected, found, ("result", "gradient"), strict=True)
         )
+        return next(filter(None, reasons), None)
 
     def _attempt(self, task: Callable[[], str | None], seconds: float) -> str | None:
         try:

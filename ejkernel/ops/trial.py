@@ -60,20 +60,24 @@ class Trial:
         result = jax.block_until_ready(self.run())
         for _ in range(max(0, warmup - 1)):
             jax.block_until_ready(self.run())
-        start = time.perf_counter()
-        jax.block_until_ready(self.run())
-        once = max(time.perf_counter() - start, 1e-7)
-        self.repeats = min(_MOST_REPEATS, max(1, math.ceil(_SHORTEST_SAMPLE / once)))
+        # Found by trying: from the time of one call, the first candidate on a cold device would get samples of a few calls.
+        self.repeats = 1
+        while self._timed() < _SHORTEST_SAMPLE and self.repeats < _MOST_REPEATS:
+            self.repeats *= 2
         return result
 
     def sample(self) -> None:
         """Times the calls of one sample."""
+        self.samples.append(self._timed() / self.repeats)
+
+    def _timed(self) -> float:
+        """Seconds that `repeats` calls take, one started after the other."""
         assert self.run is not None
         start = time.perf_counter()
         for _ in range(self.repeats):
             result = self.run()
         jax.block_until_ready(result)
-        self.samples.append((time.perf_counter() - start) / self.repeats)
+        return time.perf_counter() - start
 
     def as_record(self) -> dict[str, Any]:
         """The candidate as stored: its fields with its time or the reason against it."""

@@ -45,6 +45,12 @@ def test_candidates_are_alternatives_that_run_and_agree():
         assert relative_rms(recurrent_attention(**arrays, **options, cfg=cfg), want) < 2e-6
 
 
+@pytest.mark.parametrize(("time", "measured"), [(1, "forward"), (16, "forward"), (17, "forward+backward")])
+def test_steps_of_a_decoder_are_tuned_for_the_step_alone(time, measured):
+    tuned = ops.Tuner(warmup=1, iters=1).tune(invocation(time=time), validate_backward=True)
+    assert tuned.record["measured"] == measured
+
+
 def test_varying_lengths_share_few_keys():
     keys = {invocation(time=t).key for t in range(1, 200)}
     assert len(keys) < 20

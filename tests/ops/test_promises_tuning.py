@@ -26,6 +26,7 @@ from ejkernel.ops import (
     PersistentCache,
     Tuner,
 )
+from ejkernel.ops.compare import difference
 from ejkernel.ops.trial import Trial
 from tests.ops import racers
 from tests.ops.racers import Race, Racer
@@ -52,13 +53,26 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize(("seconds", "least", "most"), [(0.0015, 2, 7), (0.03, 1, 1)])
+@pytest.mark.parametrize(("seconds", "least", "most"), [(0.0015, 4, 8), (0.03, 1, 1)])
 def test_short_calls_are_timed_many_at_a_time(seconds, least, most):
     trial = Trial(None)
     trial.first(SimpleNamespace(runner=lambda _: lambda: time.sleep(seconds)), warmup=1)
     trial.sample()
     assert least <= trial.repeats <= most
     assert trial.samples[0] >= seconds  # of one call
+
+
+def test_a_slow_beginning_does_not_make_samples_short():
+    left = iter([0.02, 0.006])
+    trial = Trial(None)
+    trial.first(SimpleNamespace(runner=lambda _: lambda: time.sleep(next(left, 0.001))), warmup=1)
+    assert trial.repeats >= 4
+
+
+@pytest.mark.parametrize(("arguments", "reason"), [("float32", "its result is wrong"), ("bfloat16", None)])
+def test_results_are_compared_as_exactly_as_their_arguments_allow(arguments, reason):
+    found = difference(Race(), [jnp.ones(3, arguments), jnp.ones(3, int)], jnp.ones(8), jnp.ones(8).at[0].set(1.01), "result")
+    assert found is None if reason is None else reason in found
 
 
 def test_promise_6_bad_candidates_lose_and_are_listed_with_their_reason(monkeypatch):

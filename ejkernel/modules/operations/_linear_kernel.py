@@ -15,6 +15,7 @@ from ejkernel.ops import Invocation, Kernel
 
 Config = TypeVar("Config", bound=LinearConfig)
 PER_TOKEN = ("query", "key", "value", "g", "gk", "gv")
+DECODED_TOKENS = 16  # the most that a call of a decoder has: one, or a few that are verified together
 
 
 class LinearKernel(Kernel[LinearConfig, tuple[jax.Array, jax.Array]]):
@@ -39,6 +40,10 @@ class LinearKernel(Kernel[LinearConfig, tuple[jax.Array, jax.Array]]):
         for entry in kernel_registry.list_implementations(self.op_id):
             if asked in (None, entry.platform) and kernel_registry.refusal(entry, problem) is None:
                 yield from map(self._own, cast(LinearFunction, entry.function).candidates(problem))
+
+    def differentiable(self, inv: Invocation) -> bool:
+        """Calls of a few tokens are steps of a decoder, which nobody trains through: they are tuned for the step alone."""
+        return inv.arguments["problem"].shape[1] > DECODED_TOKENS
 
     def check_cfg(self, inv: Invocation, cfg: LinearConfig) -> str | None:
         """The reason why the call cannot run with `cfg`."""
