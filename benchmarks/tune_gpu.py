@@ -121,7 +121,8 @@ def tune_call(arrays: Arrays, tuner: Tuner, forward_only: bool, cache: ConfigCac
     for inv in others:
         assert inv.kernel._config_cls is not None
         config = from_fields(inv.kernel._config_cls, to_fields(tuned.config))
-        cache.put(inv.key, config, {**tuned.record, "measured_as": first.kernel.op_id})
+        summary = {name: value for name, value in tuned.record.items() if name != "candidates"}
+        cache.put(inv.key, config, {**summary, "measured_as": first.kernel.op_id})
     return {"config": tuned.config, **tuned.record}
 
 

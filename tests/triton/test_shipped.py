@@ -22,7 +22,12 @@ WINNER = {"block_d": 32, "platform": "triton", "backend": "gpu"}
 
 
 @pytest.fixture
-def written(tmp_path, monkeypatch):
+def on_h200(monkeypatch):
+    monkeypatch.setattr(shipped, "device_kind", lambda device: "NVIDIA H200")
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch, on_h200):
     """The file for an H200 with a winner for two calls, and the folder that it is shipped in."""
     config = RecurrentAttention._config_cls(**WINNER)
     monkeypatch.setattr(Tuner, "tune", lambda self, inv, validate_backward: Tuned(config, {"time": "2026"}))
@@ -32,7 +37,6 @@ def written(tmp_path, monkeypatch):
     tune_gpu.write(tmp_path / "h200.json", cache)
     tune_gpu.write(tmp_path / "h200.json", cache)  # a second run replaces, it does not repeat
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
-    monkeypatch.setattr(shipped, "device_kind", lambda device: "NVIDIA H200")
     shipped._defaults.cache_clear()
     yield tmp_path / "h200.json"
     shipped._defaults.cache_clear()
@@ -72,3 +76,11 @@ def test_every_entry_is_a_configuration(file, written):
         operation = json.loads(key)["op"]
         if operation in CLASSES:
             assert isinstance(from_fields(CLASSES[operation], fields), LinearConfig)
+
+
+@pytest.mark.parametrize("name", tune_gpu.calls())
+def test_the_benchmarks_calls_are_tuned_for_an_h200(name, on_h200):
+    config = found(recurrent_attention, tune_gpu.calls()[name])
+    assert config is not None
+    assert config.platform == "triton"
+    assert config.schedule == ("recurrent" if name.startswith("decode") else "chunked")

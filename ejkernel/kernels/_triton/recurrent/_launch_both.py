@@ -74,8 +74,9 @@ def _walk(
     tiles = cdiv(K, BA) * cdiv(V, BB)
     segments = Segments.of(slots, call.sequences, call.sequences * H * tiles)
     sizes = (segments.table, slots.per_sequence, segments.per_sequence, segments.chunks)
+    # Two stages: 0.079 ms on (8, 2048, 16, 128, 128), 0.091 with three.
     common: dict[str, Any] = {
-        "H": H, "DA": K, "DB": V, "PA": PA, "PB": PB, "BA": BA, "BB": BB, "ADJOINT": adjoint, "STAGES": plan.num_stages or 3,
+        "H": H, "DA": K, "DB": V, "PA": PA, "PB": PB, "BA": BA, "BB": BB, "ADJOINT": adjoint, "STAGES": plan.num_stages or 2,
         "num_warps": plan.num_warps or 4, "kernel": _both.walk_prepared, "grid": (tiles * segments.count * H,),
         "fewer_stages": plan.num_stages is None,
     }  # fmt: skip
