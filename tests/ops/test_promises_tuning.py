@@ -26,6 +26,7 @@ from ejkernel.ops import (
     PersistentCache,
     Tuner,
 )
+from ejkernel.ops import trial as trial_module
 from ejkernel.ops.compare import difference
 from ejkernel.ops.trial import Trial
 from tests.ops import racers
@@ -53,20 +54,23 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize(("seconds", "least", "most"), [(0.0015, 4, 8), (0.03, 1, 1)])
-def test_short_calls_are_timed_many_at_a_time(seconds, least, most):
+@pytest.mark.parametrize(
+    ("seconds", "repeats"),
+    [([0.0015], 8), ([0.03], 1), ([1e-7], 256), ([0.02, 0.009, 0.001], 16)],  # of the first calls, the last for all that follow
+    ids=["short", "long", "nothing", "a cold device"],
+)
+def test_short_calls_are_timed_many_at_a_time(seconds, repeats, monkeypatch):
+    clock, calls = [0.0], iter(seconds)
+    monkeypatch.setattr(trial_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def call():
+        clock[0] += next(calls, seconds[-1])
+
     trial = Trial(None)
-    trial.first(SimpleNamespace(runner=lambda _: lambda: time.sleep(seconds)), warmup=1)
+    trial.first(SimpleNamespace(runner=lambda _: call), warmup=1)
     trial.sample()
-    assert least <= trial.repeats <= most
-    assert trial.samples[0] >= seconds  # of one call
-
-
-def test_a_slow_beginning_does_not_make_samples_short():
-    left = iter([0.02, 0.006])
-    trial = Trial(None)
-    trial.first(SimpleNamespace(runner=lambda _: lambda: time.sleep(next(left, 0.001))), warmup=1)
-    assert trial.repeats >= 4
+    assert trial.repeats == repeats
+    assert trial.samples == [pytest.approx(seconds[-1])]  # of one call
 
 
 @pytest.mark.parametrize(("arguments", "reason"), [("float32", "its result is wrong"), ("bfloat16", None)])
