@@ -1,12 +1,13 @@
 """Tunes the linear operations on the GPU at hand and writes the winners as the package ships them.
 
-    python -m benchmarks.tune_gpu [--rows TEXT] [--seconds 10] [--jobs 15] [--forward] [--out FILE]
+    python -m benchmarks.tune_gpu [--rows TEXT] [--seconds 20] [--jobs 15] [--forward] [--out FILE]
 
 The calls are those of benchmarks.linear_attention_gpu and a decode step. Kernels of all candidates are compiled first, by
 `--jobs` processes into Triton's cache; then the library's tuner races the candidates, call by call, forward and backward
-together (a configuration is stored per call, whether or not it is differentiated). `--forward` races the forward alone, to see
-what that would choose; it writes only where `--out` says. Without `--out` the file is ejkernel/ops/defaults/<device>.json;
-entries of other calls in it stay. About four minutes on an H200 with 16 cores; `--rows` does it in parts.
+together (a configuration is stored per call, whether or not it is differentiated), the decode step forward only. `--forward`
+races the forward of all, to see what that would choose; it writes only where `--out` says. Without `--out` the file is
+ejkernel/ops/defaults/<device>.json; entries of other calls in it stay. Racing takes two minutes on an H200, compiling with 16
+cores about as long; `--rows` does it in parts.
 """
 
 from __future__ import annotations
@@ -135,7 +136,12 @@ def write(file: Path, cache: ConfigCache) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="", help="only calls whose name contains this")
-    parser.add_argument("--seconds", type=float, default=10.0, help="the longest that one call may take, compiling excluded")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="the longest that racing one call may take",
+    )
     parser.add_argument("--jobs", type=int, default=15, help="processes that compile; 0: compile while racing")
     parser.add_argument("--forward", action="store_true", help="race the forward alone")
     parser.add_argument("--out", type=Path, help="where the winners go")

@@ -35,7 +35,8 @@ def difference(kernel: Kernel, arguments: Iterable[Any], expected: Any, found: A
 
     Floats are compared by their largest error against the largest value, and by their mean square error against the mean
     square, both within the largest `kernel.tolerance(dtype)` of their own dtype and of those of the arguments that they were
-    computed from: a float32 state of bfloat16 tokens is no more exact than they are. Everything else must be equal.
+    computed from: a float32 state of bfloat16 tokens is no more exact than they are. (Coarse on purpose: a wrong result is far
+    outside.) Everything else must be equal.
 
     Args:
         arguments: arrays that the results were computed from.

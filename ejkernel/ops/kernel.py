@@ -131,7 +131,10 @@ class Kernel(Generic[Cfg, Out]):
         return True
 
     def tolerance(self, dtype: Any) -> float:
-        """How far two configurations' results may be apart, relative to the result's size, and both be right."""
+        """How far two configurations' results may be apart, relative to the result's size, and both be right.
+
+        Asked for the result's own dtype and those of the float arguments; the largest answer counts.
+        """
         from ejkernel.ops.compare import default_tolerance
 
         return default_tolerance(dtype)

@@ -60,15 +60,18 @@ class Trial:
         result = jax.block_until_ready(self.run())
         for _ in range(max(0, warmup - 1)):
             jax.block_until_ready(self.run())
-        # Found by trying: from the time of one call, the first candidate on a cold device would get samples of a few calls.
         self.repeats = 1
-        while self._timed() < _SHORTEST_SAMPLE and self.repeats < _MOST_REPEATS:
+        while self._is_short() and self.repeats < _MOST_REPEATS:
             self.repeats *= 2
         return result
 
     def sample(self) -> None:
         """Times the calls of one sample."""
         self.samples.append(self._timed() / self.repeats)
+
+    def _is_short(self) -> bool:
+        """Whether a sample would be too short. A long one must be seen twice: on a cold device the first ones are long."""
+        return self._timed() < _SHORTEST_SAMPLE or self._timed() < _SHORTEST_SAMPLE
 
     def _timed(self) -> float:
         """Seconds that `repeats` calls take, one started after the other."""

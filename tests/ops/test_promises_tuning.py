@@ -55,8 +55,8 @@ REASONS = {
 
 
 @pytest.mark.parametrize(
-    ("seconds", "repeats"),
-    [([0.0015], 8), ([0.03], 1), ([1e-7], 256), ([0.02, 0.009, 0.001], 16)],  # of the first calls, the last for all that follow
+    ("seconds", "repeats"),  # of the first calls, the last for all that follow
+    [([0.0015], 8), ([0.03], 1), ([1e-7], 256), ([0.02, 0.02, 0.009, 0.001], 16)],
     ids=["short", "long", "nothing", "a cold device"],
 )
 def test_short_calls_are_timed_many_at_a_time(seconds, repeats, monkeypatch):

@@ -80,7 +80,8 @@ def test_every_entry_is_a_configuration(file, written):
 
 @pytest.mark.parametrize("name", tune_gpu.calls())
 def test_the_benchmarks_calls_are_tuned_for_an_h200(name, on_h200):
-    config = found(recurrent_attention, tune_gpu.calls()[name])
-    assert config is not None
-    assert config.platform == "triton"
-    assert config.schedule == ("recurrent" if name.startswith("decode") else "chunked")
+    for inv in tune_gpu.invocations(tune_gpu.calls()[name]):  # recurrent, and gla and lightning where they make the call
+        fields, record = shipped.shipped_default(inv)
+        assert fields["platform"] == "triton"
+        assert fields["schedule"] == ("recurrent" if name.startswith("decode") else "chunked")
+        assert record["shipped_for"] == "h200"

@@ -15,7 +15,7 @@ from ejkernel.ops import Invocation, Kernel
 
 Config = TypeVar("Config", bound=LinearConfig)
 PER_TOKEN = ("query", "key", "value", "g", "gk", "gv")
-DECODED_TOKENS = 16  # the most that a call of a decoder has: one, or a few that are verified together
+DECODED_TOKENS = 16  # the most that a call of a decoder has: one, or a few that are verified together (triton's MAX_STEPS)
 
 
 class LinearKernel(Kernel[LinearConfig, tuple[jax.Array, jax.Array]]):

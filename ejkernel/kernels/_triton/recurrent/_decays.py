@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ejkernel.kernels._triton.recurrent._tiles import exp_of_log, head_log_decay, program_at, slot_at, sums, upto
 
-RESET = tl.constexpr(-89.5)  # a difference of two running sums below it is a clamped step
+RESET = tl.constexpr(-89.5)  # a difference of neighbouring running sums below it is a clamped step
 
 
 @triton.jit
@@ -109,7 +109,8 @@ def decay_matrix(gs, logs, constant, TRANSPOSED: tl.constexpr, C: tl.constexpr, 
 
 @triton.jit
 def not_reset(gs, index, C: tl.constexpr):
-    """[C]: whether anything passes a row's decay, from what `running_sums` made; elsewhere even rounding is none of it."""
+    """[C]: False in rows whose decay is a reset, by what `running_sums` made. The gradient of such a decay is 0: what is found
+    of it is rounding."""
     r = tl.arange(0, C)
     before = tl.load(gs + index * C + r - 1, mask=r > 0, other=0.0)
     return tl.load(gs + index * C + r) - before > RESET

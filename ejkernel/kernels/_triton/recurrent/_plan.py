@@ -18,8 +18,8 @@ PROGRAMS_TO_FILL = 264  # two for each of an H200's 132 multiprocessors: fewer w
 ENOUGH_PROGRAMS = 120  # nearly one for each: what a second would win is less than the first pass over half of the rows costs
 MIN_SEGMENT = 8  # chunks: shorter segments cost more in their combination than they save
 MAX_SEGMENTS = 32
-COMPARE_ALL = 1 << 22  # comparisons that one small kernel does faster than a search or running sum, which is a dozen of them
-LENGTHS = 16  # lengths that packed segments are sorted by
+COMPARE_ALL = 1 << 22  # comparisons that one small kernel does faster than a search or running sum, which takes a dozen kernels
+LENGTH_CLASSES = 16  # of packed segments, which are started in order of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +137,9 @@ class Segments:
         slots_of = jnp.diff(slots.first)  # [N]
         full, rest = slots_of // chunks, slots_of % chunks
         shorter = (rest > 0) | (slots_of == 0)  # an empty sequence still hands its state on
-        lengths = (chunks - 1 - rest) * LENGTHS // chunks  # of the shorter segment, 0 for nearly full ones
-        of_length = shorter & (lengths == jnp.arange(LENGTHS)[:, None])  # [LENGTHS, N]
-        first = starts(jnp.concatenate([full, of_length.astype(jnp.int32).ravel()]))
+        length_class = (chunks - 1 - rest) * LENGTH_CLASSES // chunks  # of the shorter segment, 0 for nearly full ones
+        in_class = shorter & (length_class == jnp.arange(LENGTH_CLASSES)[:, None])  # [LENGTH_CLASSES, N]
+        first = starts(jnp.concatenate([full, in_class.astype(jnp.int32).ravel()]))
         index = jnp.arange(count, dtype=jnp.int32)
         group = owner(first, index)
         seq, is_full = group % N, group < N

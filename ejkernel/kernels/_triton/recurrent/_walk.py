@@ -147,12 +147,7 @@ def walk(
     kept_a = tl.full([BA], 1.0, tl.float32)
     kept_b = tl.full([BB], 1.0, tl.float32)
     constant = constant_decay(gamma, seq, head, H)
-    if SEGMENT:
-        S = tl.zeros([BA, BB], tl.float32)
-    else:
-        S = start_of(
-            begin, ends, end_decay_a, end_decay_b, g, seq, place, total, head, a, b, ADJOINT, H, DA, DB, DB, 1, BA, BB, 0
-        )
+    S = start_of(begin, ends, end_decay_a, end_decay_b, g, seq, place, total, head, a, b, ADJOINT, H, DA, DB, DB, 1, BA, BB, 0)
     token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
         s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
