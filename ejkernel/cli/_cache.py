@@ -27,6 +27,7 @@ All = Annotated[bool, typer.Option("--all", help="Also what was measured on othe
 
 @app.command("list")
 def list_(
+    context: typer.Context,
     op: _options.Ops = None,
     everything: All = False,
     recorded: _options.Recorded = None,
@@ -44,6 +45,7 @@ def list_(
       ejkernel cache list --op gla_attention --all
       ejkernel cache list --recorded run.json
     """
+    _refuse_idle_folder(context, recorded)
     folder = _folder(cache_dir)
     entries = _entries(folder, op, recorded)
     shown = [entry for entry in entries if everything or recorded is not None or entry.here]
@@ -63,6 +65,7 @@ def list_(
 
 @app.command()
 def show(
+    context: typer.Context,
     ids: Ids = None,
     op: _options.Ops = None,
     everything: All = False,
@@ -78,6 +81,7 @@ def show(
       ejkernel cache show --op gla_attention
       ejkernel cache show --recorded run.json
     """
+    _refuse_idle_folder(context, recorded)
     folder = _folder(cache_dir)
     entries = _entries(folder, op, recorded)
     if ids:
@@ -215,6 +219,13 @@ def _op_ids(op: Sequence[str] | None, others: Sequence[str]) -> list[str]:
         legal = ", ".join(sorted({name_of(name) for name in known}))
         wrong_use(f"--op must be one of {legal}; got {', '.join(map(repr, unknown))}.")
     return op_ids
+
+
+def _refuse_idle_folder(context: typer.Context, recorded: Path | None) -> None:
+    """Exits where --cache-dir would change nothing; the environment variable of the same meaning may stay set."""
+    source = context.get_parameter_source("cache_dir")
+    if recorded is not None and source is not None and source.name == "COMMANDLINE":
+        wrong_use("--recorded shows what that run chose, wherever it is stored; it does not go together with --cache-dir.")
 
 
 def _entries(folder: Path, op: Sequence[str] | None, recorded: Path | None) -> list[Entry]:

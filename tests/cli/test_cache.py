@@ -66,6 +66,9 @@ def test_a_recorded_run_is_listed_with_the_level_of_each_choice(run, tmp_path):
     shown = run("cache", "list", "--recorded", file, code=0)
     assert "chunked block_q=8" in shown.words
     assert "level overlay" in run("cache", "show", "--recorded", file, code=0).words
+    for command in ("list", "show"):
+        refused = run("cache", command, "--recorded", file, "--cache-dir", tmp_path, code=2)
+        assert "does not go together with --cache-dir" in refused.words
 
 
 def test_export_and_import_carry_everything(run, entry, tmp_path):
