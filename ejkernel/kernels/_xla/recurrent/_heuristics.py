@@ -19,7 +19,8 @@ FEW_TOKENS = 8  # below, steps are cheaper than building a chunk on any device
 SCALAR_ROWS, CHANNEL_ROWS = 2048, 1024
 MOST_CHUNKS = 8  # the state goes through them unrolled, and what a turn holds adds to the memory of short calls
 NARROW, MIDDLE = 32 * 32, 64 * 64  # K * V
-FEW_STATES = 4 * MIDDLE  # elements of all states: four of 64 x 64 are faster by steps, eight no longer
+# Elements of all states up to which steps are faster: four of 64 x 64; eight with jax 0.10, whose products are slower.
+FEW_STATES = (4 if jax.__version_info__ >= (0, 11) else 8) * MIDDLE
 
 
 def heuristic(problem: LinearProblem) -> LinearConfig:
