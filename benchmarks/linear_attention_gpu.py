@@ -39,6 +39,7 @@ SHAPES = {
 }
 LENGTHS = (96, 4100, 777, 2048, 300, 5000, 64, 1500, 3333, 12, 4095, 2500, 1800, 6000, 900, 243)  # 16 sequences, 32768 tokens
 KINDS = ("gk", "g", "g_gamma", "none")
+ERRORS_SHAPE = (1, 1024, 16, 128, 128)
 
 
 def rows() -> list[tuple[str, str]]:
@@ -153,25 +154,24 @@ def errors() -> None:
     from tests.triton.linear_cases import GATES
     from tests.triton.linear_reference import value_and_grads
 
-    SHAPES["errors"] = (1, 1024, 16, 128, 128)
+    SHAPES["errors"] = ERRORS_SHAPE
     others = functools.partial(theirs, keep_tuning=True)  # one shape: what it found for one gate's strength serves the next
     B, _, H, K, V = SHAPES["errors"]
-    print("| gate | strength | side | output | " + " | ".join(f"d{n}" for n in ("query", "key", "value", "gate")) + " |")
-    print("|---" * 8 + "|")
-    for kind in ("gk", "g", "none"):
-        for strength in ("mild", "strong", "near -20", "resets", "-inf") if kind != "none" else ("mild",):
+    print("| gate | strength | side | output | dquery | dkey | dvalue | dgk or dg | dgv |\n" + "|---" * 9 + "|")
+    for kind in (*KINDS, "gk+gv"):
+        for strength in ("mild", "strong", "near -20", "resets", "-inf") if kind in ("gk", "g", "gk+gv") else ("mild",):
             arrays, do, _ = inputs("errors", kind)
-            gate = next((n for n in ("gk", "g") if n in arrays), None)
-            if gate:
-                noise = jax.random.normal(jax.random.key(7), arrays[gate].shape, jnp.float32)
+            for number, gate in enumerate(sorted(arrays.keys() & {"gk", "gv", "g"})):
+                noise = jax.random.normal(jax.random.key(7 + number), arrays[gate].shape, jnp.float32)
                 arrays[gate] = GATES[strength](noise).astype(arrays[gate].dtype)
-            (want_output, _), want_grads = value_and_grads(arrays, (do, jnp.zeros((B, H, K, V))), K**-0.5)
-            names = [n for n in ("query", "key", "value", "gk", "g") if n in arrays]
+            names = [n for n in ("query", "key", "value", "gk", "g", "gv") if n in arrays]
+            per_sequence = {n: x[None] for n, x in arrays.items() if n == "g_gamma"}  # as the reference takes it
+            (want_output, _), want = value_and_grads(arrays | per_sequence, (do, jnp.zeros((B, H, K, V))), K**-0.5)
             for label, make in (("ours", ours), ("fla", others)):
-                _, both, wait = make("errors", kind, (arrays, do, None))
+                _, both, wait = make("errors", kind, (dict(arrays), do, None))
                 wait(result := both())
                 got = named(result)
-                found = [relative_rms(got["output"], want_output), *(relative_rms(got[n], want_grads[n]) for n in names)]
+                found = [relative_rms(got["output"], want_output), *(relative_rms(got[n], want[n]) for n in names)]
                 print(f"| {kind} | {strength} | {label} | " + " | ".join(f"{e:.1e}" for e in found) + " |", flush=True)
 
 
