@@ -22,15 +22,15 @@ def lower(f, *args, **options):
     with compile_for(90):
         return jax.jit(f, **options).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
-def gradient(operation, gates, V=64, **options):
+def gradient(operation, gates, K=64, V=64, **options):
     loss = lambda a: sum(x.astype(jnp.float32).sum() for x in operation(**a, **options))
-    return lower(jax.grad(loss), arguments(gates, 64, V, "bfloat16"))
+    return lower(jax.grad(loss), arguments(gates, K, V, "bfloat16"))
 
 step = {n: jax.ShapeDtypeStruct((x.shape[0], 1, *x.shape[2:]), x.dtype) for n, x in arguments((), 64, 64, "bfloat16").items()}
 state = arguments((), 64, 64, "bfloat16")["initial_state"]
 step.pop("initial_state")
 print(json.dumps({
-    "recurrent": gradient(recurrent, ("gk", "gv"), V=96),  # as in test_compiled.py: compiled once
+    "recurrent": gradient(recurrent, ("gk", "gv"), K=128, V=96),  # as in test_compiled.py: compiled once
     "gla": gradient(recurrent_gla, ("g",)),
     "lightning": gradient(lightning_attn, (), layer_idx=1, num_layers=4),
     "mapped": lower(jax.vmap(lambda a: recurrent(**a)), {

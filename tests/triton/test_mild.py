@@ -31,7 +31,7 @@ def test_a_chunk_is_mild_up_to_a_sum_of_80_in_every_channel():
     problem = recurrent_problem(x, x, x, gk=gk)
     arrays = {name: getattr(problem, name) for name in ("query", "key", "value", "gk")}
     side = _launch_key.prepared_keys(Call.of(Plan.of(problem, LinearConfig("chunked", 64)), arrays, None), totals=True)
-    np.testing.assert_array_equal(side.mild, np.asarray([[1, 1, 0, 1, 0, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0]]).T)
+    np.testing.assert_array_equal(side.strength.mild, np.asarray([[1, 1, 0, 1, 0, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0]]).T)
 
 
 CASES = [

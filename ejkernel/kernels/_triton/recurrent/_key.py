@@ -13,11 +13,13 @@ import triton.language as tl
 
 from ejkernel.kernels._triton.recurrent._tiles import (
     all_mild,
+    dot,
     exp_of_log,
     load_rows,
     program_at,
     rest_of,
     slot_at,
+    store_halves,
     store_rows,
     store_state,
 )
@@ -62,10 +64,11 @@ def _prepare_one(
     q, k, g, gs, gamma, token, rows, seq, head, index, scale,
     A, rest, qd, kd, tot, totals,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 64
     DT: tl.constexpr = kd.dtype.element_ty
+    PT: tl.constexpr = tl.float32 if HALVES == 2 else DT  # of the tree's operands, multiplied as tf32
     VEC: tl.constexpr = BK // 32
     # Tile row r is chunk row (r % 4) * 16 + r // 4.  With 4 warps and VEC = BK / 32 columns a thread, the compiler's
     # blocked layout then gives warp w the rows 16w..16w+15, all 16 in the same thread: levels 0-3 touch registers only.
@@ -86,7 +89,6 @@ def _prepare_one(
         q += (token * H + head) * K
     k += (token * HK + head // (H // HK)) * K
     g += (token * HG + head // (H // HG)) * K
-    dst = index * (C * KP)
     x = r[:, None] ^ r[None, :]
     r16 = tl.arange(0, 16)
     x16 = (r16[:, None] ^ r16[None, :])[None, :, :]
@@ -128,8 +130,8 @@ def _prepare_one(
         p = tl.reshape(e, [2, 2, 2, 2, 2, 2, BK])
         for level in tl.static_range(4):  # row bits 0-3: axes 3, 2, 1, 0
             if q is not None:
-                P = tl.permute(tl.reshape(tl.where(_upper(3 - level), fq, fk).to(DT), [16, 4, BK]), [1, 0, 2])
-                s16 = tl.dot(P, tl.permute(P, [0, 2, 1]))
+                P = tl.permute(tl.reshape(tl.where(_upper(3 - level), fq, fk).to(PT), [16, 4, BK]), [1, 0, 2])
+                s16 = dot(P, tl.permute(P, [0, 2, 1]), None, PT, "tf32")
                 acc16 = tl.where((x16 >> level) == 1, acc16 + s16, acc16)
             fq, fk, p = _double(fq, fk, p, 3 - level)
             if level == 2 and totals is not None:
@@ -139,17 +141,17 @@ def _prepare_one(
                 tl.store(totals + (index * 8 + n) * K + column, tl.reshape(p, [8, BK]), mask=column < K)
         for level in tl.static_range(4, 6):  # row bits 4, 5 (warps): axes 5, 4
             if q is not None:
-                P = tl.permute(tl.reshape(tl.where(_upper(9 - level), fq, fk).to(DT), [16, 4, BK]), [1, 0, 2])
+                P = tl.permute(tl.reshape(tl.where(_upper(9 - level), fq, fk).to(PT), [16, 4, BK]), [1, 0, 2])
                 P = tl.reshape(P, [C, BK])
-                whole = tl.dot(P, tl.trans(P))
+                whole = dot(P, tl.trans(P), None, PT, "tf32")
                 if KP > BK:
                     acc = tl.where((x >> level) == 1, acc + whole, acc)
                 else:
                     acc = tl.where((x >> level) == 1, whole, acc)
             fq, fk, p = _double(fq, fk, p, 9 - level)
         if q is not None:
-            tl.store(qd + (dst + ik) + cd + od, tl.reshape(fq, [C, BK]).to(DT))
-        tl.store(kd + (dst + ik) + cd + od, tl.reshape(fk, [C, BK]).to(DT))
+            store_halves(qd + ik, index * HALVES, C * KP, cd + od, tl.reshape(fq, [C, BK]), HALVES)
+        store_halves(kd + ik, index * HALVES, C * KP, cd + od, tl.reshape(fk, [C, BK]), HALVES)
         tl.store(tot + index * KP + ik + tl.arange(0, BK), tl.reshape(p, [BK]))
     if q is not None:
         w16 = tl.arange(0, 4)[:, None, None] * 16
@@ -174,13 +176,14 @@ def prepare(
     q, k, g, gs, gamma, slots, mild, scale, T, NT, COUNT, filled_A, filled_rest, filled_qd, filled_kd, filled_tot,
     A, rest, qd, kd, tot, totals,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Programs: groups of GROUP of COUNT slots * heads. Chunks that are `mild` [slots, H] are done already, in the same memory.
 
-    A [slots, H, 64, 64], qd, kd [slots, H, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK. totals [slots, H, 8, K] (None:
-    not kept): the decay of each block of 8 rows, for `_side`. rest: what rounding has left of A, or None. Without q none of A,
-    rest, qd. filled_*: memory shared with outputs.
+    A [slots, H, 64, 64], qd, kd [slots, H, HALVES, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK. HALVES: 1, or 2 with
+    what rounding has left of the rows, whose pairs then are products of tf32. totals [slots, H, 8, K] (None: not kept): the
+    decay of each block of 8 rows, for `_side`. rest: what rounding has left of A, or None. Without q none of A, rest, qd.
+    filled_*: memory shared with outputs.
     """
     _, head, unit = program_at(1, H)
     first = unit * GROUP
@@ -194,7 +197,7 @@ def prepare(
             if (rows > 0) & (tl.load(mild + index) == 0):
                 _prepare_one(
                     q, k, g, gs, gamma, token, rows, seq, head, index, scale, A, rest, qd, kd, tot, totals, H, HK, HG, HGS, K,
-                    KP, BK, SIGN, EVEN,
+                    KP, BK, SIGN, EVEN, HALVES,
                 )  # fmt: skip
 
 

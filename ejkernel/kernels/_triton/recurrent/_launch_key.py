@@ -25,40 +25,50 @@ def fits(call: Call) -> bool:
     return only_key and call.plan.operand == jnp.bfloat16 and call.plan.C == 64 and fits_registers(call, call.dims[3])
 
 
+class Strength(NamedTuple):
+    """What the log decays of a gate per channel come to in each slot."""
+
+    mild: Array  # [slots, H]: 1 where `_mild` can do the chunk
+    totals: Array | None  # [slots, H, 8, D]: the decay of each block of 8 rows, of the other chunks
+
+
 class Prepared(NamedTuple):
     """What is made of a side with a gate before its states are walked: x and y are q and k, or do and v."""
 
     pairs: Array | None  # [slots, H, 64, 64]
     rest: Array | None  # what rounding has left of them, if asked for
-    xd: Array | None  # [slots, H, 64, P]: x times the decays up to each row
-    yd: Array  # [slots, H, 64, P]: y times the decays after each row
+    xd: Array | None  # [slots, H, halves, 64, P]: x times the decays up to each row
+    yd: Array  # [slots, H, halves, 64, P]: y times the decays after each row
     tot: Array  # [slots, H, P]: a slot's decay
-    mild: Array  # [slots, H]: 1 where `_mild` did the chunk and can do its gradient
-    totals: Array | None  # [slots, H, 8, D]: the decay of each block of 8 rows, of the other chunks
+    strength: Strength
 
 
 def prepared(
     call: Call, x: Array | None, y: Array, gate: Array, scale: float, *, g: Array | None, g_gamma: Array | None, totals: bool,
-    rest: bool = False,
+    rest: bool = False, halves: int = 1,
 ) -> Prepared:  # fmt: skip
-    """One side of a call, its mild chunks first; without x only what the state and the side's own rows need."""
+    """One side of a call, its mild chunks first; without x only what the state and the side's own rows need.
+
+    With two halves rows and pairs are bfloat16 and what that leaves of them: what is made of them has only its own rounding.
+    """
     plan, (_, T, H, _, _), slots = call.plan, call.dims, call.slots
     D, count = y.shape[3], slots.count
     P = max(32, tile(D, 512))
-    rows = shape((count, H, 64, P), plan.operand)
+    rows = shape((count, H, halves, 64, P), plan.operand)
     pairs = shape((count, H, 64, 64), plan.operand)
     everything = {"A": pairs, "rest": pairs, "qd": rows, "kd": rows, "tot": shape((count, H, P), np.float32)}
-    missing = absent(("A", "rest", "qd") if x is None else () if rest else ("rest",))
+    missing = absent(("A", "rest", "qd") if x is None else () if rest or halves == 2 else ("rest",))
     out = {name: array for name, array in everything.items() if name not in missing}
     arrays = (x, y, gate, g, g_gamma, slots.table)
     common: dict[str, Any] = {
         "H": H, "HK": heads(y), "HG": heads(gate), "HGS": heads(g), "K": D, "KP": P, "SIGN": plan.sign, "EVEN": slots.even,
-        "num_stages": 1, **missing,
+        "HALVES": halves, "num_stages": 1, **missing,
     }  # fmt: skip
     BK = 128 if P > 128 else 64  # more at a time when there are several turns: 0.159 against 0.170 ms with 256 channels
+    few_registers = BK == 64 and halves == 1  # with two halves 0.209 ms without a limit, 0.228 with it
     *found, mild = triton_call(
         *arrays, scale, T, slots.per_sequence, kernel=_mild.mild_prepare, grid=(count, H), BK=min(P, BK), num_warps=4,
-        maxnreg=168 if BK == 64 else None, PIECES=gate_pieces(plan, gate, g, g_gamma),
+        maxnreg=168 if few_registers else None, PIECES=gate_pieces(plan, gate, g, g_gamma),
         out_shape=[*out.values(), shape((count, H), np.int32)], **common,
     )  # fmt: skip
     group = slots_together(call)
@@ -66,7 +76,7 @@ def prepared(
     given = (*arrays, mild, scale, T, slots.per_sequence, count, *(filled.get(n) for n in everything))
     places = [len(given) - len(everything) + i for i, n in enumerate(everything) if n in out]
     found = triton_call(
-        *given, kernel=_key.prepare, grid=(cdiv(count, group) * H,), BK=min(P, 128), GROUP=group, num_warps=4,
+        *given, kernel=_key.prepare, grid=(cdiv(count, group) * H,), BK=min(P, 128 // halves), GROUP=group, num_warps=4,
         maxnreg=160 if P == 64 else None,
         out_shape=[*out.values(), *([shape((count, H, 8, D), np.float32)] if totals else [])],
         input_output_aliases={place: i for i, place in enumerate(places)},
@@ -74,20 +84,21 @@ def prepared(
     )  # fmt: skip
     named = dict(zip([*out, "totals"], found, strict=False))
     xd = named.get("qd")
-    return Prepared(named.get("A"), named.get("rest"), xd, named["kd"], named["tot"], mild, named.get("totals"))
+    strength = Strength(mild, named.get("totals"))
+    return Prepared(named.get("A"), named.get("rest"), xd, named["kd"], named["tot"], strength)
 
 
-def slots_together(call: Call) -> int:
+def slots_together(call: Call, tiles: int = 1) -> int:
     """How many slots a program looks at that skips the mild ones: more are fewer programs to start in vain."""
-    most = call.slots.count * call.dims[2] // (4 * PROGRAMS_TO_FILL)
+    most = call.slots.count * call.dims[2] * tiles // (4 * PROGRAMS_TO_FILL)
     return 1 << max(0, min(most, 8).bit_length() - 1)
 
 
-def prepared_keys(call: Call, totals: bool, rest: bool = False) -> Prepared:
+def prepared_keys(call: Call, totals: bool, rest: bool = False, halves: int = 1) -> Prepared:
     """The key side, with the head's own decay."""
     q, k, gk = (call.arrays[name] for name in ("query", "key", "gk"))
     g, g_gamma = call.get("g"), call.get("g_gamma")
-    return prepared(call, q, k, gk, call.plan.scale, g=g, g_gamma=g_gamma, totals=totals, rest=rest)
+    return prepared(call, q, k, gk, call.plan.scale, g=g, g_gamma=g_gamma, totals=totals, rest=rest, halves=halves)
 
 
 def forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Any]]:
@@ -161,62 +172,95 @@ def backward(
     plan, (_, T, H, _, V), slots = call.plan, call.dims, call.slots
     v = call.arrays["value"]
     pairs = triton_call(
-        do, v, slots.table, own.mild, plan.scale, T, slots.per_sequence, kernel=_pairs.pairs_of_plain, grid=(slots.count * H,),
-        H=H, HX=H, HY=heads(v), D=V, BD=tile(V, 128), SIGN=plan.sign, EVEN=slots.even, PREC=plan.precision, num_warps=4,
-        num_stages=1, out_shape=pairs_shapes(call),
+        do, v, slots.table, own.strength.mild, plan.scale, T, slots.per_sequence, kernel=_pairs.pairs_of_plain,
+        grid=(slots.count * H,), H=H, HX=H, HY=heads(v), D=V, BD=tile(V, 128), SIGN=plan.sign, EVEN=slots.even,
+        PREC=plan.precision, num_warps=4, num_stages=1, out_shape=pairs_shapes(call, 1),
     )  # fmt: skip
     key, value = sides(call, do)
-    return one_side(call, key, value, own, None, tuple(pairs), starts, ends, out)
+    return one_side(call, key, value, own.strength, None, tuple(pairs), starts, ends, out)
 
 
-def pairs_shapes(call: Call) -> list[jax.ShapeDtypeStruct]:
+def pairs_shapes(call: Call, halves: int) -> list[jax.ShapeDtypeStruct]:
     """Of opposite pairs as `_side` reads them: in tile order, and inside blocks of 8 rows."""
     n, H = call.slots.count, call.dims[2]
-    return [shape((n, H, 64, 64), call.plan.operand), shape((n, H, 8, 8, 8), np.float32)]
+    return [shape((n, H, halves, 64, 64), call.plan.operand), shape((n, H, 8, 8, 8), np.float32)]
 
 
 def one_side(
-    call: Call, own: Side, other: Side, prepared: Prepared, opposite: Prepared | None, pairs: tuple[Array, ...], starts: Array,
+    call: Call, own: Side, other: Side, strength: Strength, opposite: Prepared | None, pairs: tuple[Array, ...], starts: Array,
     ends: Array | None, out: dict[str, jax.ShapeDtypeStruct],
 ) -> list[Array]:  # fmt: skip
     """Those of dx, dy, dg that `out` names, by `_mild.mild_side` and then `_side.side`; without dy it is a forward pass.
 
     Args:
-        prepared: of the own side.
+        strength: of the own gate.
         opposite: of the other side, None when it has no gate.
         pairs: the opposite ones as `_side` reads them.
     """
+    plan, slots = call.plan, call.slots
+    inputs, opposite_side, sizes, common = _side_call(call, own, other, opposite, starts, ends, out)
+    A2, rest2 = (None, None) if opposite is None else (opposite.pairs, opposite.rest)
+    BD = _own_block(call, own) or tile(common["D"], 64)
+    found = triton_call(
+        *inputs, A2, rest2, *opposite_side, strength.mild, slots.table, *sizes, kernel=_mild.mild_side,
+        grid=(cdiv(common["D"], BD) * slots.count * common["H"],), BD=BD, B2=tile(common["D2"], 128), num_warps=4,
+        PIECES=gate_pieces(plan, *inputs[2:]), STAGES=common["HALVES"], fewer_stages=True, **common,
+    )  # fmt: skip
+    return exact_side(call, own, other, strength, opposite, pairs, starts, ends, out, found)
+
+
+def exact_side(
+    call: Call, own: Side, other: Side, strength: Strength, opposite: Prepared | None, pairs: tuple[Array, ...], starts: Array,
+    ends: Array | None, out: dict[str, jax.ShapeDtypeStruct], filled: list[Array],
+) -> list[Array]:  # fmt: skip
+    """`one_side` for the chunks that are not mild; filled: what `out` names, with the others already in it."""
+    slots = call.slots
+    inputs, opposite_side, sizes, common = _side_call(call, own, other, opposite, starts, ends, out)
+    D, D2 = common["D"], common["D2"]
+    BD = _own_block(call, own) or 32
+    group = slots_together(call, cdiv(D, BD))
+    halves = common["HALVES"] == 2
+    found = dict(zip(_side_names(out), filled, strict=True))
+    given = (
+        *inputs, *pairs, strength.totals, *opposite_side, slots.table, strength.mild, *sizes, slots.count,
+        *(found.get(n) for n in ("dx", "dy", "dg")),
+    )  # fmt: skip
+    places = [len(given) - 3 + i for i, n in enumerate(("dx", "dy", "dg")) if n in found]
+    return triton_call(
+        *given, kernel=_side.side, grid=(cdiv(D, BD) * cdiv(slots.count, group) * common["H"],), BD=BD, B2=tile(D2, 128),
+        GROUP=group, STAGES=1 if D2 <= 128 else 2, STATES_FIRST=D2 > 128 or halves, num_warps=8, fewer_stages=True,
+        maxnreg=None if halves else 128,  # with halves 4.9 ms instead of 6.0, and 7.5 with the states last
+        input_output_aliases={place: i for i, place in enumerate(places)}, **common,
+    )  # fmt: skip
+
+
+def _own_block(call: Call, own: Side) -> int | None:
+    """The tile of own channels that the configuration names."""
+    return call.plan.block_k if own.key else call.plan.block_d
+
+
+def _side_names(out: dict[str, jax.ShapeDtypeStruct]) -> list[str]:
+    return [n for n in ("dx", "dy", "dg") if n in out]
+
+
+def _side_call(
+    call: Call, own: Side, other: Side, opposite: Prepared | None, starts: Array, ends: Array | None,
+    out: dict[str, jax.ShapeDtypeStruct],
+) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """What `mild_side` and `side` are given alike: (own arrays and gates, opposite ones and states, sizes, constants)."""
     plan, (_, T, H, _, _), slots = call.plan, call.dims, call.slots
-    D, D2, count = own.y.shape[3], other.y.shape[3], slots.count
     g, g_gamma = (call.get("g"), call.get("g_gamma")) if own.key else (None, None)
-    block = plan.block_k if own.key else plan.block_d
-    scale = plan.scale if own.key else 1.0  # the key side's x is scaled by `prepared`
     inputs = (own.x if "dy" in out else None, own.y, own.gate, g, g_gamma)
     x2, y2 = (other.x, other.y) if opposite is None else (opposite.xd, opposite.yd)
-    opposite_rows = (x2, None if ends is None else y2)
-    tot2, A2 = (None, None) if opposite is None else (opposite.tot, opposite.pairs)
-    names = [n for n in ("dx", "dy", "dg") if n in out]
-    common: dict[str, Any] = {
-        "H": H, "HX": H, "HY": heads(own.y), "HG": heads(own.gate), "HGS": heads(g), "HX2": H, "HY2": heads(other.y), "D": D,
-        "D2": D2, "P2": 0 if tot2 is None else tot2.shape[2], "STRIDE": own.stride, "STRIDE2": other.stride, "SIGN": plan.sign,
-        "EVEN": slots.even, "PREC": plan.precision, "num_stages": 1, "out_shape": [out[n] for n in names],
+    tot2 = None if opposite is None else opposite.tot
+    opposite_side = (x2, None if ends is None else y2, tot2, starts, ends)
+    scale = plan.scale if own.key else 1.0  # the key side's x is scaled by `prepared`
+    names = _side_names(out)
+    constants = {
+        "H": H, "HX": H, "HY": heads(own.y), "HG": heads(own.gate), "HGS": heads(g), "HX2": H, "HY2": heads(other.y),
+        "D": own.y.shape[3], "D2": other.y.shape[3], "P2": 0 if tot2 is None else tot2.shape[2], "STRIDE": own.stride,
+        "STRIDE2": other.stride, "SIGN": plan.sign, "EVEN": slots.even, "PREC": plan.precision,
+        "HALVES": 1 if opposite is None else 2, "num_stages": 1, "out_shape": [out[n] for n in names],
         **absent(n for n in ("dx", "dy", "dg") if n not in out),
     }  # fmt: skip
-    BD = block or tile(D, 64)
-    found = triton_call(
-        *inputs, A2, *opposite_rows, tot2, starts, ends, prepared.mild, slots.table, scale, T, slots.per_sequence,
-        kernel=_mild.mild_side, grid=(cdiv(D, BD) * count * H,), BD=BD, B2=tile(D2, 128), num_warps=4,
-        PIECES=gate_pieces(plan, own.gate, g, g_gamma), **common,
-    )  # fmt: skip
-    BD, group = block or 32, slots_together(call)
-    filled = dict(zip(names, found, strict=True))
-    given = (
-        *inputs, *pairs, prepared.totals, *opposite_rows, tot2, starts, ends, slots.table, prepared.mild, scale, T,
-        slots.per_sequence, count, *(filled.get(n) for n in ("dx", "dy", "dg")),
-    )  # fmt: skip
-    places = [len(given) - 3 + i for i, n in enumerate(("dx", "dy", "dg")) if n in names]
-    return triton_call(
-        *given, kernel=_side.side, grid=(cdiv(D, BD) * cdiv(count, group) * H,), BD=BD, B2=tile(D2, 128), GROUP=group,
-        STAGES=1 if D2 <= 128 else 2, STATES_FIRST=D2 > 128, num_warps=8, fewer_stages=True,
-        maxnreg=128, input_output_aliases={place: i for i, place in enumerate(places)}, **common,
-    )  # fmt: skip
+    return inputs, opposite_side, (scale, T, slots.per_sequence), constants

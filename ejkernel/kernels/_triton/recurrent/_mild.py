@@ -22,12 +22,15 @@ from ejkernel.kernels._triton.recurrent._tiles import (
     exp_of_log,
     load_rows,
     load_state,
+    nearest_tf32,
     onwards,
     program_at,
     rest_of,
     slot_at,
+    store_halves,
     store_rows,
     sums,
+    term_at,
     upto,
 )
 
@@ -43,11 +46,39 @@ def _from_middle(logs, PIECES: tl.constexpr):
 
 
 @triton.jit
+def mild_chunks(
+    g, slots, T, NT,
+    mild, totals,
+    H: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """Programs: slots * heads. What `mild_prepare` and `_key.prepare` find of log decays g per channel alone.
+
+    mild [slots, H]: 1 where they are mild, else 0. totals [slots, H, 8, D]: the decay of each block of 8 rows.
+    """
+    s = tl.program_id(0)
+    head = tl.program_id(1)
+    token, rows, _ = slot_at(slots, s, T, NT, 64, SIGN)
+    index = s.to(tl.int64) * H + head
+    span = 0.0
+    if rows > 0:
+        g += (token * HG + head // (H // HG)) * D
+        r = tl.arange(0, 8)[:, None, None] * 8 + tl.arange(0, 8)[None, :, None]
+        for col in range(0, D, BD):
+            c = col + tl.arange(0, BD)
+            logs = tl.load(g + (r * (SIGN * HG * D) + c), mask=(r < rows) & (c < D), other=0.0).to(tl.float32)
+            logs = tl.maximum(logs, -1e30)
+            span = tl.maximum(span, tl.max(tl.sum(tl.sum(tl.abs(logs), 1), 0), 0))
+            at = totals + (index * 8 + tl.arange(0, 8)[:, None]) * D + c[None, :]
+            tl.store(at, exp_of_log(tl.sum(logs, 1)), mask=(c < D)[None, :])
+    tl.store(mild + index, (span <= MILD).to(tl.int32))
+
+
+@triton.jit
 def mild_prepare(
     q, k, g, gs, gamma, slots, scale, T, NT,
     A, rest, qd, kd, tot, mild,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Programs: slots * heads. `_key.prepare` for mild chunks.
 
@@ -74,12 +105,15 @@ def mild_prepare(
         span = tl.maximum(span, tl.max(tl.sum(tl.abs(logs), 0), 0))
         c, half = _from_middle(logs, PIECES)
         bk = bk.to(tl.float32) * exp_of_log(-c)
-        at = index * (C * KP) + (r[:, None] * KP + (col + tl.arange(0, BK))[None, :])
-        tl.store(kd + at, (bk * half[None, :]).to(DT))
+        at = r[:, None] * KP + (col + tl.arange(0, BK))[None, :]
+        store_halves(kd, index * HALVES, C * KP, at, bk * half[None, :], HALVES)
         if q is not None:
             bq = bq.to(tl.float32) * (exp_of_log(c) * scale)
-            tl.store(qd + at, (bq * half[None, :]).to(DT))
+            store_halves(qd, index * HALVES, C * KP, at, bq * half[None, :], HALVES)
             # Operands with tf32's 10 bits (Hopper cuts the others off): in bfloat16 they would cost as much as all the rest.
+            if HALVES == 2:
+                bq = nearest_tf32(bq)
+                bk = nearest_tf32(bk)
             pairs = tl.dot(bq, tl.trans(bk), pairs, input_precision="tf32")
         tl.store(tot + index * KP + col + tl.arange(0, BK), half * half)
     if q is not None:
@@ -96,7 +130,7 @@ def _opposite(
     x, token, rows, index, head, col, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """[64, BD] of x [tokens, HEADS, D], or, with P > 0, of what `prepared` rows [slots, H, 64, P] hold."""
+    """[64, BD] of x [tokens, HEADS, D], or, with P > 0, of matrix `index` of prepared rows [matrices, 64, P]."""
     if P > 0:
         return tl.load(x + index * (64 * P) + (tl.arange(0, 64)[:, None] * P + (col + tl.arange(0, BD))[None, :]))
     else:
@@ -114,16 +148,17 @@ def _passed(S, dS, tot2, index, c2, P2: tl.constexpr, B2: tl.constexpr):
 
 @triton.jit
 def mild_side(
-    x, y, g, gs, gamma, A2, x2, y2, tot2, starts, ends, mild, slots, scale, T, NT,
+    x, y, g, gs, gamma, A2, rest2, x2, y2, tot2, starts, ends, mild, slots, scale, T, NT,
     dx, dy, dg,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    PIECES: tl.constexpr,
+    HALVES: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: tiles of BD own channels * slots * heads. `_side.side` for mild chunks.
 
-    A2 [slots, H, 64, 64]: the opposite pairs where the opposite side has a gate (P2 > 0), else None: they are x2 y2^T.
+    A2, rest2 [slots, H, 64, 64]: the opposite pairs, in two halves, where the opposite side has a gate (P2 > 0), else None:
+    they are x2 y2^T.
     """
     C: tl.constexpr = 64
     DT: tl.constexpr = starts.dtype.element_ty
@@ -142,17 +177,20 @@ def mild_side(
     ay = tl.zeros([C, BD], tl.float32)  # adjoint of y exp(m - c)
     through = tl.zeros([BD], tl.float32)
     if A2 is not None:
-        M += tl.load(A2 + index * (C * C) + (r[:, None] * C + r[None, :])).to(tl.float32)
-    for c2 in range(0, D2, B2):
-        bx2 = _opposite(x2, token, rows, index, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)  # [C, B2]
+        at = index * (C * C) + (r[:, None] * C + r[None, :])
+        M += tl.load(A2 + at).to(tl.float32) + tl.load(rest2 + at).to(tl.float32)
+    WIDTH: tl.constexpr = (D2 + B2 - 1) // B2 * B2
+    for n in tl.range(0, (2 * HALVES - 1) * WIDTH, B2, num_stages=STAGES):
+        c2, left, right = term_at(n, index, WIDTH, HALVES)
+        bx2 = _opposite(x2, token, rows, left, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)  # [C, B2]
         if dy is not None:
-            by2 = _opposite(y2, token, rows, index, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
+            by2 = _opposite(y2, token, rows, right, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
             if A2 is None:
                 M = dot(bx2, tl.trans(by2), M, DT, PREC)
-        S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
+        S = load_state(starts, right, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
         ax = dot(bx2, tl.trans(S), ax, DT, PREC)
         if dy is not None:
-            dS = load_state(ends, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
+            dS = load_state(ends, left, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
             ay = dot(by2, tl.trans(dS), ay, DT, PREC)
             if dg is not None:
                 through += _passed(S, dS, tot2, index, c2, P2, B2)

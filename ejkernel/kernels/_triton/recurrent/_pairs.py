@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import dot, program_at, slot_at
+from ejkernel.kernels._triton.recurrent._tiles import dot, program_at, slot_at, store_halves
 
 
 @triton.jit
@@ -46,21 +46,24 @@ def pairs_of_plain(
         by = permuted(y, token, rows, head // (H // HY), col, HY, D, BD, SIGN, EVEN)
         lower = dot(bx, tl.trans(by), lower, M.dtype.element_ty, PREC)
         upper = dot(by, tl.trans(bx), upper, M.dtype.element_ty, PREC)
-    _store_pairs(M, near, s.to(tl.int64) * H + head, tl.where(row[:, None] >= row[None, :], lower, upper) * scale)
+    _store_pairs(M, near, s.to(tl.int64) * H + head, tl.where(row[:, None] >= row[None, :], lower, upper) * scale, 1)
 
 
 @triton.jit
-def _store_pairs(M, near, index, both):
+def _store_pairs(M, near, index, both, HALVES: tl.constexpr):
     r = tl.arange(0, 64)
     row = block_row(r)
-    tl.store(M + index * 4096 + (r[:, None] * 64 + r[None, :]), both.to(M.dtype.element_ty))
+    store_halves(M, index * HALVES, 4096, r[:, None] * 64 + r[None, :], both, HALVES)
     at = near + index * 512 + ((r & 7) * 64 + (r >> 3))[:, None] + ((r >> 3) * 8)[None, :]
     tl.store(at, both, mask=((r & 7)[:, None] == (r & 7)[None, :]) & (row[:, None] >= row[None, :]))
 
 
 @triton.jit
-def pairs_of_gated(A, slots, mild, scale, T, NT, M, near, H: tl.constexpr, SIGN: tl.constexpr):
-    """Programs: slots * heads. `scale` times pairs A [slots, H, 64, 64] of `_key.prepare`, as `pairs_of_plain` leaves its."""
+def pairs_of_gated(A, rest, slots, mild, scale, T, NT, M, near, H: tl.constexpr, SIGN: tl.constexpr):
+    """Programs: slots * heads. `scale` times the pairs of `_key.prepare` [slots, H, 64, 64], as `pairs_of_plain` leaves its.
+
+    But M is [slots, H, 2, 64, 64], in two halves.
+    """
     _, head, s = program_at(1, H)
     _, rows, _ = slot_at(slots, s, T, NT, 64, SIGN)
     if rows <= 0:
@@ -71,7 +74,8 @@ def pairs_of_gated(A, slots, mild, scale, T, NT, M, near, H: tl.constexpr, SIGN:
     row = block_row(tl.arange(0, 64))
     later = tl.maximum(row[:, None], row[None, :])
     sooner = tl.minimum(row[:, None], row[None, :])
-    _store_pairs(M, near, index, tl.load(A + index * 4096 + (later * 64 + sooner)).to(tl.float32) * scale)
+    at = index * 4096 + (later * 64 + sooner)
+    _store_pairs(M, near, index, (tl.load(A + at).to(tl.float32) + tl.load(rest + at).to(tl.float32)) * scale, 2)
 
 
 @triton.jit

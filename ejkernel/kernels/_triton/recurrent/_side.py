@@ -15,7 +15,16 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton.recurrent._pairs import block_row, permuted
-from ejkernel.kernels._triton.recurrent._tiles import all_mild, dot, exp_of_log, load_state, program_at, slot_at
+from ejkernel.kernels._triton.recurrent._tiles import (
+    all_mild,
+    dot,
+    exp_of_log,
+    load_state,
+    program_at,
+    rest_of,
+    slot_at,
+    term_at,
+)
 
 
 @triton.jit
@@ -164,7 +173,7 @@ def _opposite(
     x, token, rows, index, head, col, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """[64, BD] in tile order: of x [tokens, HEADS, D], or, with P > 0, of what `_key.prepare` left [slots, H, 64, P]."""
+    """[64, BD] in tile order: of x [tokens, HEADS, D], or, with P > 0, of matrix `index` of prepared rows [matrices, 64, P]."""
     if P > 0:
         row = block_row(tl.arange(0, 64))[:, None]
         return tl.load(x + index * (64 * P) + (row * P + col + tl.arange(0, BD)[None, :]))
@@ -176,18 +185,21 @@ def _opposite(
 def _from_states(
     x2, y2, tot2, starts, ends, token, rows, index, head, col, H: tl.constexpr, HX2: tl.constexpr, HY2: tl.constexpr,
     D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr, STRIDE: tl.constexpr,
-    STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, HALVES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """(rows of x2 S^T, rows of y2 dS^T, sum over the opposite channels of S * dS [BD]), before any decay of this side."""
     from_start = tl.zeros([64, BD], tl.float32)
     from_end = tl.zeros([64, BD], tl.float32)
     through = tl.zeros([BD], tl.float32)
-    for c2 in tl.range(0, D2, B2, num_stages=STAGES):
-        S = load_state(starts, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
-        bx2 = _opposite(x2, token, rows, index, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)
+    WIDTH: tl.constexpr = (D2 + B2 - 1) // B2 * B2
+    for n in tl.range(0, (2 * HALVES - 1) * WIDTH, B2, num_stages=STAGES):
+        c2, left, right = term_at(n, index, WIDTH, HALVES)
+        S = load_state(starts, right, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
+        bx2 = _opposite(x2, token, rows, left, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)
         if ends is not None:
-            dS = load_state(ends, index, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
-            by2 = _opposite(y2, token, rows, index, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
+            dS = load_state(ends, left, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
+            by2 = _opposite(y2, token, rows, right, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
         from_start = dot(bx2, tl.trans(S), from_start, DT, PREC)
         if ends is not None:
             from_end = dot(by2, tl.trans(dS), from_end, DT, PREC)
@@ -205,11 +217,11 @@ def _side_one(
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr, STATES_FIRST: tl.constexpr,
+    HALVES: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 64
     DT: tl.constexpr = M.dtype.element_ty
-    M += index * (C * C)
+    M += index * (HALVES * C * C)
     blk = tl.arange(0, 8)[None, :]
     c = col + tl.arange(0, BD)[:, None]
     py = y + (token * HY + head // (H // HY)) * D + (blk * (8 * SIGN * HY * D) + c)  # [BD, 8]
@@ -237,7 +249,7 @@ def _side_one(
     if STATES_FIRST:
         start_rows, end_rows, through = _from_states(
             x2, y2, tot2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2, SIGN,
-            EVEN, DT, PREC, STAGES,
+            EVEN, DT, PREC, HALVES, STAGES,
         )  # fmt: skip
     dxs, dys, dgs = _near_pairs(pm, xs, ys, es)
     pre = (es[0],)
@@ -270,9 +282,19 @@ def _side_one(
         if level == 2:
             far = far32
         own = ()
+        own_rest = ()
         for t in tl.static_range(8):
-            own = own + ((tl.where(upper, xs[t], ys[t]) * (tl.where(upper, pre[t], suf[t]) * far)).to(DT),)
-        found = _rows(dot(tl.load(pairs, mask=(apart >> level) == 1, other=0.0), _tile(own), None, DT, PREC))
+            row = tl.where(upper, xs[t], ys[t]) * (tl.where(upper, pre[t], suf[t]) * far)
+            own = own + (row.to(DT),)
+            own_rest = own_rest + (rest_of(row, row.to(DT)),)
+        here = (apart >> level) == 1
+        of_level = tl.load(pairs, mask=here, other=0.0)
+        own = _tile(own)
+        found = dot(of_level, own, None, DT, PREC)
+        if HALVES == 2:
+            found = tl.dot(of_level, _tile(own_rest), found)
+            found = tl.dot(tl.load(pairs + C * C, mask=here, other=0.0), own, found)
+        found = _rows(found)
         dxs, dys, dgs, reading, being_read = _add_level(found, upper, far, xs, ys, pre, suf, dxs, dys, dgs)
         if level == 1:
             reading16 = reading
@@ -286,7 +308,7 @@ def _side_one(
     if not STATES_FIRST:
         start_rows, end_rows, through = _from_states(
             x2, y2, tot2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2, SIGN,
-            EVEN, DT, PREC, STAGES,
+            EVEN, DT, PREC, HALVES, STAGES,
         )  # fmt: skip
     # The states are a level whose lower half is everything before the rows, or whose upper half is everything after them.
     dxs, dgs, starting = _add_start(start_rows, before * scale, xs, pre, dxs, dgs)
@@ -317,22 +339,22 @@ def side(
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, GROUP: tl.constexpr,
+    HALVES: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Programs: tiles of BD own channels * groups of GROUP of COUNT slots * heads.
 
     Chunks that are `mild` were done before, in the same memory. Forward (value side): x, ends, dy and dg are None, dx is the
     output.
 
-    M [slots, H, 64, 64]: the opposite pairs, symmetric, in tile order; near: those inside blocks of 8 rows (`pairs_of_plain`,
-    `pairs_of_gated`). totals [slots, H, 8, D]: each block's decay.
+    M [slots, H, HALVES, 64, 64]: the opposite pairs, symmetric, in tile order; near: those inside blocks of 8 rows
+    (`pairs_of_plain`, `pairs_of_gated`). totals [slots, H, 8, D]: each block's decay.
 
-    x2, y2 [tokens, heads, D2], or, where the opposite side has a gate, [slots, H, 64, P2] with its decays in them, and tot2
+    x2, y2 [tokens, heads, D2], or, where the opposite side has a gate, [slots, H, 2, 64, P2] with its decays in them, and tot2
     [slots, H, P2] its decay over a slot (`_key.prepare`); P2 is 0 where it has none.
 
-    starts, ends [slots, H, K, V]: state before, adjoint after each slot; STRIDE and STRIDE2 are the own and the opposite
-    channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the pairs, which costs
-    registers and hides the time of a long loop over them. filled_*: memory shared with the outputs.
+    starts, ends [slots, H, HALVES, K, V]: state before, adjoint after each slot; STRIDE and STRIDE2 are the own and the
+    opposite channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the pairs, which
+    costs registers and hides the time of a long loop over them. filled_*: memory shared with the outputs.
     """
     TILES: tl.constexpr = (D + BD - 1) // BD
     tile, head, unit = program_at(TILES, H)
@@ -348,5 +370,5 @@ def side(
                 _side_one(
                     x, y, g, gs, gamma, M, near, totals, x2, y2, tot2, starts, ends, token, rows, seq, head, index,
                     tile * BD, scale, dx, dy, dg, H, HX, HY, HG, HGS, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
-                    SIGN, EVEN, PREC, STAGES, STATES_FIRST,
+                    SIGN, EVEN, PREC, HALVES, STAGES, STATES_FIRST,
                 )  # fmt: skip

@@ -67,6 +67,17 @@ def all_mild(mild, first, head, COUNT, H: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def mild_from(mild, first, count, head, H: tl.constexpr):
+    """Whether all of `count` slots from `first` on are `mild` [slots, H] in this head."""
+    found = 1
+    for n in range(0, count, 64):
+        i = n + tl.arange(0, 64)
+        flags = tl.load(mild + (first + i).to(tl.int64) * H + head, mask=i < count, other=1)
+        found = tl.minimum(found, tl.min(flags, 0))
+    return found == 1
+
+
+@triton.jit
 def _mask(rows, col, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
     r = tl.arange(0, C)[:, None]
     c = col + tl.arange(0, BD)[None, :]
@@ -155,9 +166,31 @@ def rest_of(x, rounded):
 
 
 @triton.jit
+def store_halves(x, matrix, SIZE: tl.constexpr, at, value, HALVES: tl.constexpr):
+    """Writes value to the given matrix (of SIZE elements) of x and, of two HALVES, what rounding has left of it to the next."""
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(x + matrix * SIZE + at, rounded)
+    if HALVES == 2:
+        tl.store(x + (matrix + 1) * SIZE + at, rest_of(value, rounded))
+
+
+@triton.jit
 def dot_of_halves(a, a_rest, b, b_rest, acc):
     """acc + (a + a_rest)(b + b_rest) of bfloat16 operands, but for the product of the rests: at most 2^-18 of it all."""
     return tl.dot(a, b, tl.dot(a_rest, b, tl.dot(a, b_rest, acc)))
+
+
+@triton.jit
+def term_at(n, index, D: tl.constexpr, HALVES: tl.constexpr):
+    """(channel, left matrix, right matrix) at place n of a product over D channels of matrices that lie at `index` in HALVES.
+
+    Of two halves there are three terms, one after the other: first times first, first times second, second times first.
+    """
+    if HALVES == 2:
+        term = n // D
+        return n - term * D, index * 2 + (term == 2), index * 2 + (term == 1)
+    else:
+        return n, index, index
 
 
 @triton.jit
