@@ -41,7 +41,8 @@ _PER_VALUE: list[dict[str, Any]] = [
     {"block_q": 32, "num_warps": 8},
 ]  # fmt: skip
 _PER_KEY_AND_VALUE: list[dict[str, Any]] = [  # in bfloat16, where chunks of 64 rows have kernels of their own
-    {"block_d": 32}, {"block_d": 64}, {"block_k": 32}, {"block_k": 32, "block_d": 32}, {"num_warps": 4}, {"num_stages": 1},
+    {"block_d": 32}, {"block_d": 64}, {"block_k": 32}, {"block_k": 32, "block_d": 32}, {"num_stages": 1},
+    {"num_stages": 1, "block_d": 64},
 ]  # fmt: skip
 _STEPS: list[dict[str, Any]] = [
     {"block_d": 16}, {"block_d": 32}, {"block_d": 64}, {"num_warps": 2}, {"num_warps": 8}, {"block_d": 16, "num_warps": 1},
