@@ -32,6 +32,7 @@ CALLS = {  # name: (gates, K, V, dtype)
     "g broad": (("g",), 256, 512, "bfloat16"),
     "g wide": (("g",), 512, 320, "bfloat16"),
     "gk gv": (("gk", "gv"), 128, 96, "bfloat16"),
+    "gk gv forward": (("gk", "gv"), 128, 128, "bfloat16"),
     "all float32": (("g", "gk", "gv", "g_gamma"), 64, 64, "float32"),
     "g float16": (("g",), 64, 64, "float16"),
 }
@@ -88,7 +89,7 @@ def arguments(gates: tuple[str, ...], K: int, V: int, dtype: str) -> dict[str, j
 
 
 def report(capability: int, calls: list[str], every_candidate: bool = False) -> Iterator[dict[str, Any]]:
-    """One entry for each kernel of these calls, forward and backward; of the call "decode", a step.
+    """One entry for each kernel of these calls, forward and backward; "... forward" alone; of the call "decode", a step.
 
     Args:
         every_candidate: with each configuration that the tuner would try, instead of the default alone.
@@ -110,7 +111,7 @@ def report(capability: int, calls: list[str], every_candidate: bool = False) -> 
             arrays = {n: x if n == "g_gamma" else jax.ShapeDtypeStruct(_step(n, x.shape), x.dtype) for n, x in arrays.items()}
         problem = jax.eval_shape(lambda arrays: recurrent_problem(**arrays), arrays)
         for cfg in candidates(problem)[: None if every_candidate else 1]:
-            run = functools.partial(forward if name == "decode" else gradient, cfg=cfg)
+            run = functools.partial(forward if name.endswith(("decode", "forward")) else gradient, cfg=cfg)
             for kernel, used in dict.fromkeys((k, tuple(u.items())) for k, u in kernels_of(run, (arrays,), capability)):
                 yield {"capability": capability, "call": name, "kernel": kernel, **dict(used), "config": _changed(cfg)}
 

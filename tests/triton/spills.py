@@ -39,6 +39,8 @@ _NARROW_OUTPUTS = "only the segments' ends; 64 value channels 0.334 ms on r4 for
 _WIDE_OUTPUTS = (
     "both passes with states 0.74 to 0.79 ms on r4 (48 bytes, Triton 3.6), 1.00 by `outputs`; without states nothing spills"
 )
+_PREPARE_HALVES = "chunks that are not mild; 0.74 ms on r1 for both sides, 128 channels a turn 0.88"
+_BOTH_OUTPUTS = "0.28 ms on r1 (432 bytes, Triton 3.6); 0.27 without the loop for chunks that are not mild, which spills"
 
 SPILLS = [
     Spill(90, "g", "forward", 72, "running sums: 0.104 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
@@ -61,8 +63,10 @@ SPILLS = [
     Spill(90, "gk wide", "wide_outputs", 376, _WIDE_OUTPUTS),
     Spill(90, "g broad", "wide_outputs", 336, _WIDE_OUTPUTS),
     Spill(90, "gk gv", "mild_side", 576, "two sides 1.29 ms on r1; one load in flight 1.38, 64 opposite channels a turn 1.40"),
-    Spill(90, "gk gv", "prepare", 168, "chunks that are not mild; 0.74 ms on r1 for both sides, 128 channels a turn 0.88"),
-    Spill(90, "gk gv", "outputs", 432, "0.28 ms on r1; 0.27 without the loop for chunks that are not mild, which spills"),
+    Spill(90, "gk gv", "prepare", 168, _PREPARE_HALVES),
+    Spill(90, "gk gv", "outputs", 432, _BOTH_OUTPUTS),
+    Spill(90, "gk gv forward", "prepare", 256, _PREPARE_HALVES),
+    Spill(90, "gk gv forward", "outputs", 648, _BOTH_OUTPUTS),
     Spill(90, "all float32", "walk", 296, _EXACT),
     Spill(90, "all float32", "gated_side", 1416, _EXACT),
     Spill(80, "none", "forward", 456, _AMPERE),
@@ -85,6 +89,8 @@ SPILLS = [
     Spill(80, "gk wide", "mild_prepare", 416, _AMPERE),
     Spill(80, "gk wide", "mild_side", 592, _AMPERE),
     Spill(80, "gk gv", "walk_prepared", 512, _AMPERE),
+    Spill(80, "gk gv forward", "prepare", 136, _AMPERE),
+    Spill(80, "gk gv forward", "walk_prepared", 192, _AMPERE),
     Spill(80, "gk gv", "mild_side", 432, _AMPERE),
     Spill(80, "gk gv", "side", 192, _AMPERE),
     Spill(80, "all float32", "walk", 128, _EXACT),

@@ -14,7 +14,11 @@ from tests.triton.processes import outside
 from tests.triton.spills import outdated, unexplained
 
 # All of benchmarks.triton_resources.CALLS and "decode", in groups that take about as long (25 s where nothing is cached).
-GROUPS = [["none", "gk", "g broad", "g float16", "decode"], ["g", "g_gamma", "gk wide", "g wide"], ["gk gv", "all float32"]]
+GROUPS = [
+    ["none", "gk", "g broad", "g float16", "decode"],
+    ["g", "g_gamma", "gk wide", "g wide"],
+    ["gk gv", "gk gv forward", "all float32"],
+]
 
 
 @pytest.mark.parametrize("calls", GROUPS, ids=" and ".join)

@@ -110,7 +110,7 @@ def _read_part(S, q, SIZE: tl.constexpr, acc):
 
 @triton.jit
 def _chunk(
-    Sa, Sb, qd, kd, tot, A, rest, v, gv, mild, o, states, index, token, rows, head, b,
+    S_low, S_high, qd, kd, tot, A, rest, v, gv, mild, o, states, index, token, rows, head, b,
     H: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr, PIECES: tl.constexpr, ALL_MILD: tl.constexpr,
 ):  # fmt: skip
@@ -120,14 +120,14 @@ def _chunk(
     r = tl.arange(0, C)[:, None]
     ck = tl.arange(0, PART)
     at = index * (2 * C * KP) + (r * KP + ck[None, :])
-    ka = tl.load(kd + at)  # [C, PART]
-    ka_rest = tl.load(kd + at + C * KP)
-    kb = tl.load(kd + at + PART)
-    kb_rest = tl.load(kd + at + PART + C * KP)
+    k_low = tl.load(kd + at)  # [C, PART]
+    k_low_rest = tl.load(kd + at + C * KP)
+    k_high = tl.load(kd + at + PART)
+    k_high_rest = tl.load(kd + at + PART + C * KP)
     bv = tl.trans(load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN))  # [BV, C]
     logs = tl.trans(channel_log_decay(gv, None, None, token, rows, 0, head, b, False, H, HG, 1, V, C, BV, SIGN, EVEN))
-    ta = tl.load(tot + index * KP + ck)
-    tb = tl.load(tot + index * KP + PART + ck)
+    t_low = tl.load(tot + index * KP + ck)
+    t_high = tl.load(tot + index * KP + PART + ck)
     # Values are decayed to the chunk's middle, as in `_mild`, and with the state from there to its end.
     whole = tl.sum(logs, 1)
     c = sums_of_columns(logs, onwards(C), PIECES) - (whole * 0.5)[:, None]  # [BV, C]
@@ -142,51 +142,51 @@ def _chunk(
         y = bv.to(tl.float32) * exp_of_log(tl.where(is_mild, -c, sums_of_columns(logs, before(C), PIECES)))
     if states is not None:
         if KEEP:
-            _store_part(states, Sa, index, 0, b, K, V, PART, BV)
-            _store_part(states, Sb, index, PART, b, K, V, PART, BV)
+            _store_part(states, S_low, index, 0, b, K, V, PART, BV)
+            _store_part(states, S_high, index, PART, b, K, V, PART, BV)
         elif not ALL_MILD:  # `_side` will need it
             if not is_mild:
-                _store_part(states, Sa, index, 0, b, K, V, PART, BV)
-                _store_part(states, Sb, index, PART, b, K, V, PART, BV)
-    y0 = y.to(ka.dtype)
+                _store_part(states, S_low, index, 0, b, K, V, PART, BV)
+                _store_part(states, S_high, index, PART, b, K, V, PART, BV)
+    y0 = y.to(k_low.dtype)
     y1 = rest_of(y, y0)
-    Sa *= exp_of_log(upper)[:, None]
-    Sb *= exp_of_log(upper)[:, None]
+    S_low *= exp_of_log(upper)[:, None]
+    S_high *= exp_of_log(upper)[:, None]
     if o is not None:
         pair = index * (C * C) + (r * C + tl.arange(0, C)[None, :])
         bo = tl.zeros([BV, C], tl.float32)
         bo = dot_of_halves(y0, y1, tl.trans(tl.load(A + pair)), tl.trans(tl.load(rest + pair)), bo)
-        bo = _read_part(Sa, qd + at, C * KP, bo)
-        bo = _read_part(Sb, qd + at + PART, C * KP, bo)
+        bo = _read_part(S_low, qd + at, C * KP, bo)
+        bo = _read_part(S_high, qd + at + PART, C * KP, bo)
         store_rows(o, tl.trans(bo * exp_of_log(c)), token, rows, head, b, H, V, C, BV, SIGN, EVEN)
-    Sa = dot_of_halves(y0, y1, ka, ka_rest, Sa * ta[None, :]) * exp_of_log(lower)[:, None]
-    Sb = dot_of_halves(y0, y1, kb, kb_rest, Sb * tb[None, :]) * exp_of_log(lower)[:, None]
-    return Sa, Sb, ta, tb, exp_of_log(whole)
+    S_low = dot_of_halves(y0, y1, k_low, k_low_rest, S_low * t_low[None, :]) * exp_of_log(lower)[:, None]
+    S_high = dot_of_halves(y0, y1, k_high, k_high_rest, S_high * t_high[None, :]) * exp_of_log(lower)[:, None]
+    return S_low, S_high, t_low, t_high, exp_of_log(whole)
 
 
 @triton.jit
 def _walked(
-    Sa, Sb, qd, kd, tot, A, rest, v, gv, mild, o, states, slots, first, count, head, b, T, NT,
+    S_low, S_high, qd, kd, tot, A, rest, v, gv, mild, o, states, slots, first, count, head, b, T, NT,
     H: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
     ALL_MILD: tl.constexpr,
 ):  # fmt: skip
     """`_chunk` for all chunks of a segment."""
-    decay_a = tl.full([KP // 2], 1.0, tl.float32)
-    decay_b = tl.full([KP // 2], 1.0, tl.float32)
+    decay_low = tl.full([KP // 2], 1.0, tl.float32)
+    decay_high = tl.full([KP // 2], 1.0, tl.float32)
     decay_v = tl.full([BV], 1.0, tl.float32)
     token0, rows_left = rows_of(slots, first, count, T, NT, 64, SIGN)
     for n in tl.range(count, num_stages=STAGES):
         s, token, rows = slot_of(first, count, token0, rows_left, n, False, 64, SIGN)
         index = s.to(tl.int64) * H + head
-        Sa, Sb, ta, tb, tv = _chunk(
-            Sa, Sb, qd, kd, tot, A, rest, v, gv, mild, o, states, index, token, rows, head, b, H, HV, HG, K, KP, V, BV, SIGN,
-            EVEN, KEEP, PIECES, ALL_MILD,
+        S_low, S_high, t_low, t_high, tv = _chunk(
+            S_low, S_high, qd, kd, tot, A, rest, v, gv, mild, o, states, index, token, rows, head, b, H, HV, HG, K, KP, V, BV,
+            SIGN, EVEN, KEEP, PIECES, ALL_MILD,
         )  # fmt: skip
-        decay_a *= ta
-        decay_b *= tb
+        decay_low *= t_low
+        decay_high *= t_high
         decay_v *= tv
-    return Sa, Sb, decay_a, decay_b, decay_v
+    return S_low, S_high, decay_low, decay_high, decay_v
 
 
 @triton.jit
@@ -217,18 +217,20 @@ def outputs(
     if SEGMENT:
         if last:
             return
-    Sa = start_of(begin, ends, end_decay_v, end_decay, g, seq, place, total, head, b, 0, False, H, V, K, 1, V, BV, PART, 0)
-    Sb = start_of(begin, ends, end_decay_v, end_decay, g, seq, place, total, head, b, PART, False, H, V, K, 1, V, BV, PART, 0)
+    S_low = start_of(begin, ends, end_decay_v, end_decay, g, seq, place, total, head, b, 0, False, H, V, K, 1, V, BV, PART, 0)
+    S_high = start_of(
+        begin, ends, end_decay_v, end_decay, g, seq, place, total, head, b, PART, False, H, V, K, 1, V, BV, PART, 0
+    )
     # Two loops: the branches of the second take registers that the first is faster with (0.28 against 0.37 ms).
     if mild_from(mild, first, count, head, H):
-        Sa, Sb, da, db, dv = _walked(
-            Sa, Sb, qd, kd, tot, A, rest, v, gv, mild, o, states, slots, first, count, head, b, T, NT, H, HV, HG, K, KP, V, BV,
-            SIGN, EVEN, KEEP, PIECES, STAGES, True,
+        S_low, S_high, decay_low, decay_high, decay_values = _walked(
+            S_low, S_high, qd, kd, tot, A, rest, v, gv, mild, o, states, slots, first, count, head, b, T, NT, H, HV, HG, K,
+            KP, V, BV, SIGN, EVEN, KEEP, PIECES, STAGES, True,
         )  # fmt: skip
     else:
-        Sa, Sb, da, db, dv = _walked(
-            Sa, Sb, qd, kd, tot, A, rest, v, gv, mild, o, states, slots, first, count, head, b, T, NT, H, HV, HG, K, KP, V, BV,
-            SIGN, EVEN, KEEP, PIECES, STAGES, False,
+        S_low, S_high, decay_low, decay_high, decay_values = _walked(
+            S_low, S_high, qd, kd, tot, A, rest, v, gv, mild, o, states, slots, first, count, head, b, T, NT, H, HV, HG, K,
+            KP, V, BV, SIGN, EVEN, KEEP, PIECES, STAGES, False,
         )  # fmt: skip
     row = seq.to(tl.int64) * H + head
     if SEGMENT:
@@ -236,9 +238,9 @@ def outputs(
         ck = tl.arange(0, PART)
         cv = b + tl.arange(0, BV)
         if b == 0:
-            tl.store(decay + row * K + ck, da, mask=ck < K)
-            tl.store(decay + row * K + PART + ck, db, mask=PART + ck < K)
-        tl.store(decay_v + row * V + cv, dv, mask=cv < V)
+            tl.store(decay + row * K + ck, decay_low, mask=ck < K)
+            tl.store(decay + row * K + PART + ck, decay_high, mask=PART + ck < K)
+        tl.store(decay_v + row * V + cv, decay_values, mask=cv < V)
     if SEGMENT or last:
-        store_state(final, tl.trans(Sa), row, 0, b, K, V, PART, BV)
-        store_state(final, tl.trans(Sb), row, PART, b, K, V, PART, BV)
+        store_state(final, tl.trans(S_low), row, 0, b, K, V, PART, BV)
+        store_state(final, tl.trans(S_high), row, PART, b, K, V, PART, BV)

@@ -4,7 +4,8 @@ Candidates differ from the heuristic in one or two fields each and fit an A100's
 benchmark's shapes were compiled for both, those of the per-key gate are in the tests). What a field does depends on the gates:
 
     block_q      tokens per chunk, in every kernel
-    block_k      key channels per tile: the walk of the states, the gradient; not where the whole state is one tile
+    block_k      key channels per tile: the walk of the states, the gradient; not where the whole state is one tile (which with
+                 gates per key and value channel it may be in the forward alone)
     block_d      value channels per tile: every kernel that walks states or writes outputs or a value side's gradient
     num_warps    every kernel but those that prepare a walk, and the sides of gates per key channel in bfloat16
     num_stages   loads in flight: every loop over chunks, and over channels of a scalar gradient

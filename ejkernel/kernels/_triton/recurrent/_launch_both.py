@@ -37,38 +37,41 @@ def forward(call: Call, keep: bool) -> tuple[Array, Array, dict[str, Any]]:
     keys = prepared_keys(call, keep, halves=2)
     key, value = sides(call, None)
     out = {"dx": shape((B, T, H, V), call.plan.output)}
-    # Elsewhere a state does not fit the registers with all else that a program of `outputs` holds.
-    if tile(K, 512) <= 128 and shared_memory_limit(_both.outputs) >= OUTPUTS_SHARED:
+    # `outputs` holds a state of up to 128 key channels, in two parts of at least 16, which K must reach into both.
+    if 32 <= tile(K, 512) <= 128 and shared_memory_limit(_both.outputs) >= OUTPUTS_SHARED:
         strength = _strength_of_values(call)
         output, final, starts = _outputs(call, keys, strength.mild, keep)
         pairs = _arranged(call, keys, strength.mild, 1.0)
         (output,) = exact_side(call, value, key, strength, keys, pairs, starts, None, out, [output])
     else:
-        values = _prepared_values(call, None)
+        values = _prepared_values(call, None, totals=True)
+        strength = values.strength
         starts, final = _walk(call, (keys.yd, values.yd), (keys.tot, values.tot), call.get("initial_state"), adjoint=False)
-        pairs = _arranged(call, keys, values.strength.mild, 1.0)
-        (output,) = one_side(call, value, key, values.strength, keys, pairs, starts, None, out)
-    return output, final, {"states": starts, "arranged": pairs[0], "near": pairs[1], **keys._asdict()} if keep else {}
+        pairs = _arranged(call, keys, strength.mild, 1.0)
+        (output,) = one_side(call, value, key, strength, keys, pairs, starts, None, out)
+    # With the strength of the values: found again by other sums, a chunk at the limit might be mild where its pairs are needed.
+    kept = {"states": starts, "arranged": pairs[0], "near": pairs[1], "value_strength": strength, **keys._asdict()}
+    return output, final, kept if keep else {}
 
 
 def backward(
-    call: Call, do: Array, keys: Prepared, arranged: tuple[Array, ...], starts: Array, dfinal: Array | None,
-    key_out: dict[str, jax.ShapeDtypeStruct], value_out: dict[str, jax.ShapeDtypeStruct],
+    call: Call, do: Array, keys: Prepared, strength: Strength, arranged: tuple[Array, ...], starts: Array,
+    dfinal: Array | None, key_out: dict[str, jax.ShapeDtypeStruct], value_out: dict[str, jax.ShapeDtypeStruct],
 ) -> tuple[list[Array], list[Array], Array]:  # fmt: skip
-    """([dq, dk, dgk], [dv, dgv], gradient of the initial state), from what `forward` has kept."""
-    values = _prepared_values(call, do)
+    """([dq, dk, dgk], [dv, dgv], gradient of the initial state), from what `forward` has kept; strength: of the values."""
+    values = _prepared_values(call, do, totals=False)
     assert keys.xd is not None
     assert values.xd is not None
     ends, dinitial = _walk(call, (keys.xd, values.xd), (keys.tot, values.tot), dfinal, adjoint=True)
     key, value = sides(call, do)
     pairs = _arranged(call, values, keys.strength.mild, call.plan.scale)
     of_keys = one_side(call, key, value, keys.strength, values, pairs, starts, ends, key_out)
-    of_values = one_side(call, value, key, values.strength, keys, arranged, starts, ends, value_out)
+    of_values = one_side(call, value, key, strength, keys, arranged, starts, ends, value_out)
     return of_keys, of_values, dinitial
 
 
-def _prepared_values(call: Call, do: Array | None) -> Prepared:
-    return prepared(call, do, call.arrays["value"], call.arrays["gv"], 1.0, g=None, g_gamma=None, totals=True, halves=2)
+def _prepared_values(call: Call, do: Array | None, *, totals: bool) -> Prepared:
+    return prepared(call, do, call.arrays["value"], call.arrays["gv"], 1.0, g=None, g_gamma=None, totals=totals, halves=2)
 
 
 def _strength_of_values(call: Call) -> Strength:

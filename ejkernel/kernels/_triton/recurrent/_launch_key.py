@@ -204,7 +204,7 @@ def one_side(
     found = triton_call(
         *inputs, A2, rest2, *opposite_side, strength.mild, slots.table, *sizes, kernel=_mild.mild_side,
         grid=(cdiv(common["D"], BD) * slots.count * common["H"],), BD=BD, B2=tile(common["D2"], 128), num_warps=4,
-        PIECES=gate_pieces(plan, *inputs[2:]), STAGES=common["HALVES"], fewer_stages=True, **common,
+        PIECES=gate_pieces(plan, *inputs[2:]), STAGES=1 if opposite is None else 2, fewer_stages=True, **common,
     )  # fmt: skip
     return exact_side(call, own, other, strength, opposite, pairs, starts, ends, out, found)
 

@@ -18,6 +18,7 @@ from ejkernel.kernels._triton.recurrent._pairs import block_row, permuted
 from ejkernel.kernels._triton.recurrent._tiles import (
     all_mild,
     dot,
+    dot_of_halves,
     exp_of_log,
     load_state,
     program_at,
@@ -289,11 +290,11 @@ def _side_one(
             own_rest = own_rest + (rest_of(row, row.to(DT)),)
         here = (apart >> level) == 1
         of_level = tl.load(pairs, mask=here, other=0.0)
-        own = _tile(own)
-        found = dot(of_level, own, None, DT, PREC)
         if HALVES == 2:
-            found = tl.dot(of_level, _tile(own_rest), found)
-            found = tl.dot(tl.load(pairs + C * C, mask=here, other=0.0), own, found)
+            of_rest = tl.load(pairs + C * C, mask=here, other=0.0)
+            found = dot_of_halves(of_level, of_rest, _tile(own), _tile(own_rest), None)
+        else:
+            found = dot(of_level, _tile(own), None, DT, PREC)
         found = _rows(found)
         dxs, dys, dgs, reading, being_read = _add_level(found, upper, far, xs, ys, pre, suf, dxs, dys, dgs)
         if level == 1:

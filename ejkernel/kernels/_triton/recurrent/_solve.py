@@ -193,7 +193,7 @@ def _gated_backward(
         prepared = _launch_key.Prepared(*(saved[name] for name in _launch_key.Prepared._fields))
     if _launch_both.fits(call):
         of_keys, of_values, grads["initial_state"] = _launch_both.backward(
-            call, do, prepared, (saved["arranged"], saved["near"]), starts, dfinal, key_out, value_out
+            call, do, prepared, saved["value_strength"], (saved["arranged"], saved["near"]), starts, dfinal, key_out, value_out
         )
     elif _launch_key.fits(call):
         dv, ends, grads["initial_state"] = _launch_key.adjoint(call, do, prepared, dfinal)

@@ -5,9 +5,9 @@ A slot is one chunk of C rows of one sequence, row r being the r-th step of the 
 and read as steps that change nothing.
 
 Sums of log decays are matrix products with 0/1 matrices on the tensor cores: the decays are split into bfloat16 pieces
-whose sum is exact, and each sum runs over just the steps it spans, so nothing is subtracted (but in `_mild`, `_decays` and
-`_scalar.backward`, which say when they may). -inf is clamped to -1e30, whose exponential is 0 as well but whose product with 0
-is not NaN.
+whose sum is exact, and each sum runs over just the steps it spans, so nothing is subtracted (but in `_mild`, `_both`, `_decays`
+and `_scalar.backward`, which say when they may). -inf is clamped to -1e30, whose exponential is 0 as well but whose product
+with 0 is not NaN.
 """
 
 from __future__ import annotations
