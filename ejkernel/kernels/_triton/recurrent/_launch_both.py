@@ -102,16 +102,19 @@ def _outputs(call: Call, keys: Prepared, mild: Array, keep: bool) -> tuple[Array
     }  # fmt: skip
     ends: list[Array | None] = [None, None, None]
     if segments.split:
-        G = segments.count
-        ends = triton_call(
-            *inputs, None, None, None, None, *sizes, o=None, states=None,
-            out_shape=[shape((G, H, K, V), np.float32), shape((G, H, K), np.float32), shape((G, H, V), np.float32)], **common,
-        )  # fmt: skip
+        out_shape = _ends_shapes(call, segments)
+        ends = triton_call(*inputs, None, None, None, None, *sizes, o=None, states=None, out_shape=out_shape, **common)
     out = [shape((B, T, H, V), plan.output), shape((call.sequences, H, K, V), np.float32)]
     return triton_call(
         *inputs, call.get("initial_state"), *ends, *sizes, **absent(("decay", "decay_v")),
         out_shape=[*out, shape((slots.count, H, 2, K, V), plan.operand)], **common,
     )  # fmt: skip
+
+
+def _ends_shapes(call: Call, segments: Segments) -> list[jax.ShapeDtypeStruct]:
+    """Of each segment's end and of its decays per key and per value channel."""
+    G, (_, _, H, K, V) = segments.count, call.dims
+    return [shape((G, H, K, V), np.float32), shape((G, H, K), np.float32), shape((G, H, V), np.float32)]
 
 
 def _arranged(call: Call, own: Prepared, mild: Array, scale: float) -> tuple[Array, ...]:
@@ -143,11 +146,8 @@ def _walk(
     }  # fmt: skip
     ends: list[Array | None] = [None, None, None]
     if segments.split:
-        G = segments.count
-        ends = triton_call(
-            *rows, *tot, None, None, None, None, *sizes, states=None,
-            out_shape=[shape((G, H, K, V), np.float32), shape((G, H, K), np.float32), shape((G, H, V), np.float32)], **common,
-        )  # fmt: skip
+        out_shape = _ends_shapes(call, segments)
+        ends = triton_call(*rows, *tot, None, None, None, None, *sizes, states=None, out_shape=out_shape, **common)
     states, final = triton_call(
         *rows, *tot, begin, *ends, *sizes, **absent(("decay_a", "decay_b")),
         out_shape=[shape((slots.count, H, 2, K, V), plan.operand), shape((call.sequences, H, K, V), np.float32)], **common,
