@@ -32,7 +32,7 @@ CALLS = {  # name: (gates, K, V, dtype)
     "g broad": (("g",), 256, 512, "bfloat16"),
     "g wide": (("g",), 512, 320, "bfloat16"),
     "gk gv": (("gk", "gv"), 128, 96, "bfloat16"),
-    "gk gv forward": (("gk", "gv"), 128, 128, "bfloat16"),
+    "gk gv forward": (("gk", "gv"), 128, 96, "bfloat16"),
     "all float32": (("g", "gk", "gv", "g_gamma"), 64, 64, "float32"),
     "g float16": (("g",), 64, 64, "float16"),
 }

@@ -90,7 +90,7 @@ SPILLS = [
     Spill(80, "gk wide", "mild_side", 592, _AMPERE),
     Spill(80, "gk gv", "walk_prepared", 512, _AMPERE),
     Spill(80, "gk gv forward", "prepare", 136, _AMPERE),
-    Spill(80, "gk gv forward", "walk_prepared", 192, _AMPERE),
+    Spill(80, "gk gv forward", "walk_prepared", 512, _AMPERE),
     Spill(80, "gk gv", "mild_side", 432, _AMPERE),
     Spill(80, "gk gv", "side", 192, _AMPERE),
     Spill(80, "all float32", "walk", 128, _EXACT),

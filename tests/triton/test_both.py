@@ -31,7 +31,7 @@ def test_a_result_is_rounded_once(strength, way, monkeypatch):
         monkeypatch.setattr(_plan, "MIN_SEGMENT", 1)
     _solve._forward.clear_cache()
     _solve._backward.clear_cache()
-    errors_are_of_rounding(Case(("gk", "gv"), strength, (1, 150, 1, 1, 64, 48), **KIND))
+    errors_are_of_rounding(Case(("gk", "gv"), strength, (1, 100, 1, 1, 32, 40), **KIND))
 
 
 def test_the_fewest_key_channels():
