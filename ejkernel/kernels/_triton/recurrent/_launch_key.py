@@ -89,7 +89,10 @@ def prepared(
 
 
 def slots_together(call: Call, tiles: int = 1) -> int:
-    """How many slots a program looks at that skips the mild ones: more are fewer programs to start in vain."""
+    """How many slots a program looks at that skips the mild ones: more are fewer programs to start in vain.
+
+    tiles: how many programs share a slot.
+    """
     most = call.slots.count * call.dims[2] * tiles // (4 * PROGRAMS_TO_FILL)
     return 1 << max(0, min(most, 8).bit_length() - 1)
 
