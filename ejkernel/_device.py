@@ -67,14 +67,19 @@ def jax_device_of(arrays: Iterable[Any]) -> jax.Device:
             here: list[Any] = list(value.sharding.addressable_devices)
             if here:
                 return min(here, key=lambda device: device.id)
-    of_mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    usual = default_device()
-    if of_mesh is None or of_mesh.platform in (None, usual.platform, backend_of(usual)):
+    of_mesh, usual = mesh_platform(), default_device()
+    if of_mesh in (None, usual.platform, backend_of(usual)):
         return usual
     try:
-        return jax.local_devices(backend=of_mesh.platform)[0]
+        return jax.local_devices(backend=of_mesh)[0]
     except RuntimeError:  # a mesh of devices that this process does not have, to compile ahead for them
         return usual
+
+
+def mesh_platform() -> str | None:
+    """The kind of device that the mesh around this point is made of; None where there is no mesh."""
+    of_mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return None if of_mesh is None else of_mesh.platform
 
 
 _forced: contextvars.ContextVar[Device | None] = contextvars.ContextVar("ejkernel_device", default=None)
@@ -90,9 +95,14 @@ def on_device(device: Device) -> Iterator[None]:
         _forced.reset(token)
 
 
+def planned() -> Device | None:
+    """The device of the innermost `on_device` around this point, if any."""
+    return _forced.get()
+
+
 def device_of(arrays: Iterable[Any]) -> Device:
     """The device that a call on these arrays computes on."""
-    return _forced.get() or describe(jax_device_of(arrays))
+    return planned() or describe(jax_device_of(arrays))
 
 
 def inner(tracer: Any) -> Any:

@@ -198,7 +198,8 @@ def _about(dtypes: set[str]) -> dict[str, Any]:
     """Where and how the times were measured."""
     from datetime import UTC, datetime
 
-    from ejkernel.ops.key import default_device, environment
+    from ejkernel._device import default_device
+    from ejkernel.ops.key import environment
     from ejkernel.testing.floors import arithmetic
 
     return {

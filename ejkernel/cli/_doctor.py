@@ -68,7 +68,8 @@ def _versions() -> dict[str, str | None]:
 def _device() -> dict[str, Any]:
     import jax
 
-    from ejkernel.ops.key import backend_of, device_kind
+    from ejkernel._device import backend_of
+    from ejkernel.ops.key import device_kind
 
     try:
         device = jax.local_devices()[0]
@@ -113,9 +114,9 @@ def _cache() -> dict[str, Any]:
 
 def _policy() -> dict[str, Any]:
     from ejkernel import modules
+    from ejkernel._device import backend_of, default_device
     from ejkernel.ops import AutotunePolicy
     from ejkernel.ops.config.policy import VARIABLE
-    from ejkernel.ops.key import backend_of, default_device
 
     kernels = (modules.RecurrentAttention, modules.GLAttention, modules.LightningAttention, modules.Attention)
     found: dict[str, Any] = {"variable": VARIABLE, "set_to": os.environ.get(VARIABLE) or None}

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ejkernel._device import default_device
 from ejkernel.cli._operations import name_of
 from ejkernel.cli._screen import fail, wrong_use
 from ejkernel.ops.config.exchange import read
 from ejkernel.ops.config.persistent import VARIABLE, PersistentCache
 from ejkernel.ops.config.shipped import FOLDER, device_name, relatives
-from ejkernel.ops.key import default_device, device_kind, environment
+from ejkernel.ops.key import device_kind, environment
 
 _QUERY = re.compile(r"(\w+)\[([\d,~]*)\]")
 

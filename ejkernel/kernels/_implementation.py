@@ -1,7 +1,8 @@
 """The one contract between an operation and a platform: how a platform computes a family of operations, and how users call it.
 
-A family (`kernels/_linear`, `kernels/_attention`, ...) has one problem: a frozen dataclass of checked arguments, with the device
-of the call. A platform brings one `Implementation` of the family; each operation of the family is then a `PlatformFunction` of it.
+A family (`kernels/_linear`, `kernels/_attention`, ...) has one problem: a frozen dataclass of checked arguments, with the
+device of the call. A platform brings one `Implementation` of the family; each operation of the family is then a
+`PlatformFunction` of it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
+
+from ejkernel.kernels._registry import Backend, KernelRegistry, Platform
 
 Problem = TypeVar("Problem")
 Config = TypeVar("Config")
@@ -21,6 +24,10 @@ class Implementation(Generic[Problem, Config]):
     def supports(self, problem: Problem) -> str | None:
         """The reason why this call cannot run here (its device, dtypes, sizes); None when it can."""
         return None
+
+    def preferred(self, problem: Problem) -> bool:
+        """Whether to take this supported call before implementations of lower priority: False where those are faster."""
+        return True
 
     def refuses(self, problem: Problem, cfg: Config) -> str | None:
         """The reason why a supported call cannot run with `cfg`; None when it can. `solve` follows every other one."""
@@ -56,14 +63,28 @@ class Signature(Generic[Problem]):
         problem: makes the family's problem from the operation's arguments, in the order of the documents; its signature is the
             platform-level function's.
         config: the class of its configurations.
+        finish: the results of `Implementation.solve` as users get them, from `(problem, results)`.
     """
 
     name: str
     problem: Callable[..., Problem]
     config: type
+    finish: Callable[[Problem, Any], Any] = lambda problem, results: results
+
+    def register(
+        self,
+        implementation: Implementation[Problem, Any],
+        registry: KernelRegistry,
+        platform: Platform,
+        backend: Backend,
+        priority: int = 0,
+    ) -> PlatformFunction[Problem, Any]:
+        """This operation by an implementation of its family, registered for a platform and a kind of device."""
+        function = PlatformFunction(self, implementation, str(platform))
+        return registry.register(self.name, platform, backend, priority)(function)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PlatformFunction(Generic[Problem, Config]):
     """One operation on one platform, called with the operation's own arguments; it needs no executor.
 
@@ -73,6 +94,17 @@ class PlatformFunction(Generic[Problem, Config]):
     signature: Signature[Problem]
     implementation: Implementation[Problem, Config]
     platform: str
+
+    def __repr__(self) -> str:
+        return f"<{self.signature.name} on {self.platform}>"
+
+    def supports(self, problem: Problem) -> str | None:
+        """The reason why this platform cannot take a call; None when it can."""
+        return self.implementation.supports(problem)
+
+    def preferred(self, problem: Problem) -> bool:
+        """Whether this platform should take a call before others of lower priority."""
+        return self.implementation.preferred(problem)
 
     def __call__(self, *args: Any, cfg: Config | None = None, **kwargs: Any) -> Any:
         return self.solve(self.signature.problem(*args, **kwargs), cfg)
@@ -87,7 +119,7 @@ class PlatformFunction(Generic[Problem, Config]):
             reason = how.refuses(problem, cfg)
         if reason is not None:
             raise ValueError(f"{self.signature.name} cannot run on platform {self.platform!r}: {reason}.")
-        return how.solve(problem, how.heuristic(problem) if cfg is None else cfg)
+        return self.signature.finish(problem, how.solve(problem, how.heuristic(problem) if cfg is None else cfg))
 
     @property
     def __signature__(self) -> inspect.Signature:

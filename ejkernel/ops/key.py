@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel._device import Device, backend_of
 from ejkernel._version import __version__
 
 _settings: Any = jax.config  # whose attributes come from flags, which type checkers do not see
@@ -63,6 +64,8 @@ def stable_text(value: Any, where: str) -> str:
     if isinstance(value, Mapping):
         items = sorted(f"{stable_text(name, where)}:{stable_text(item, where)}" for name, item in value.items())
         return f"{type(value).__name__}({','.join(items)})"
+    if isinstance(value, Device):
+        return "device"  # what of it matters is in the environment
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (f"{f.name}={stable_text(getattr(value, f.name), where)}" for f in dataclasses.fields(value))
         return f"{type(value).__name__}({','.join(fields)})"
@@ -89,19 +92,6 @@ def structure_text(treedef: Any, where: str) -> str:
     inside = ",".join(structure_text(child, where) for child in treedef.children())
     data = "" if static is None else f"[{stable_text(static, where)}]"
     return f"{kind.__name__}{data}({inside})"
-
-
-def backend_of(device: jax.Device) -> str:
-    """`"gpu"`, `"tpu"` or `"cpu"` for a device; other platforms keep their own name."""
-    return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
-
-
-def default_device() -> jax.Device:
-    """The device that computations of this thread run on when no argument says otherwise."""
-    chosen = _settings.jax_default_device
-    if chosen is None:
-        return jax.local_devices()[0]
-    return jax.local_devices(backend=chosen)[0] if isinstance(chosen, str) else chosen
 
 
 @functools.cache

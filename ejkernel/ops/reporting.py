@@ -26,6 +26,7 @@ class Chosen:
         record: where it was measured: `seconds` of the winner and the heuristic, `candidates` with times or reasons.
         key: the call's key.
         invocation: the call itself, as shapes and static values.
+        route: the name of the way that the call takes with the configuration; None where there is only one.
     """
 
     op_id: str
@@ -35,6 +36,7 @@ class Chosen:
     record: Mapping[str, Any] = field(repr=False)
     key: str = field(repr=False)
     invocation: Invocation | None = field(default=None, repr=False, compare=False)
+    route: str | None = None
 
 
 class Report(tuple[Chosen, ...]):
@@ -59,6 +61,7 @@ def _lines(chosen: Chosen) -> list[str]:
     seconds = chosen.record.get("seconds")
     time = "" if seconds is None else f"  {_duration(seconds)}"
     lines = [f"{chosen.op_id}  {chosen.level}  {chosen.config}{time}"]
+    lines += [] if chosen.route is None else [f"    route: {chosen.route}"]
     lines += [f"    {name}: {text}" for name, text in chosen.arguments.items()]
     for candidate in chosen.record.get("candidates", ()):
         fields = ", ".join(f"{name}={value}" for name, value in candidate["config"].items())
@@ -77,7 +80,8 @@ _lock = threading.Lock()
 
 def describe(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> Chosen:
     """A choice as the report shows it."""
-    return Chosen(inv.kernel.op_id, {**inv.shapes, **inv.static}, level, config, record, inv.key, inv)
+    arguments = {**inv.shapes, **inv.static, **{f"{name} placed": text for name, text in inv.placement.items()}}
+    return Chosen(inv.kernel.op_id, arguments, level, config, record, inv.key, inv, inv.kernel.route(inv, config))
 
 
 def note(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> None:

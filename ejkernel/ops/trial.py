@@ -132,7 +132,7 @@ class Inputs:
         return lambda: both(self.arrays, self.cotangents)
 
     def _function(self, config: Any) -> Callable[..., Any]:
-        function: Callable[..., Any] = Plan(self.inv.kernel, config, self.layout).inline
+        function: Callable[..., Any] = Plan(self.inv.kernel, config, self.layout, self.inv.target).inline
         for level in self.inv.mapped:
             function = jax.vmap(function, in_axes=level.axes)
         return function

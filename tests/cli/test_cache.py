@@ -149,7 +149,8 @@ def test_clear_asks_unless_told_not_to(run, entry):
 
 
 def test_clear_stale_keeps_what_is_used_here(run, entry):
-    from ejkernel.ops.key import default_device, environment
+    from ejkernel._device import default_device
+    from ejkernel.ops.key import environment
 
     entry()
     here = json.dumps({"op": "attention", "environment": environment(default_device())})

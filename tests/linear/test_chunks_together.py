@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ejkernel.kernels._linear.platform_function import recurrent_problem
 
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._linear.platform_function import recurrent_problem
 from ejkernel.kernels._xla import recurrent
-from ejkernel.kernels._xla.recurrent import _solve
-from ejkernel.kernels._xla.recurrent._heuristics import chunks_together
-from ejkernel.kernels._xla.recurrent._products import pass_on
+from ejkernel.kernels._xla.linear import _solve
+from ejkernel.kernels._xla.linear._heuristics import chunks_together
+from ejkernel.kernels._xla.linear._products import pass_on
 from ejkernel.testing.compare import assert_close
 from ejkernel.testing.linear_cases import LinearCase
 

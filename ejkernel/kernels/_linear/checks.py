@@ -85,7 +85,7 @@ def sequences(cu: Any, q: jax.Array) -> int:
     """N: the batch, or what cu_seqlens packs (its own checks are in `cu_seqlens`)."""
     if cu is None:
         return q.shape[0]
-    shape = jnp.shape(cu)
+    shape = jnp.shape(offsets(cu))
     if len(shape) != 1 or shape[0] < 2:
         raise ValueError(f"cu_seqlens must be [sequences + 1] with at least one sequence; got {list(shape)}.")
     return shape[0] - 1
@@ -95,21 +95,37 @@ def cu_seqlens(cu: Any, q: jax.Array) -> jax.Array | None:
     """int32 offsets. Traced ones are taken at their word; concrete ones are checked for start, order and end."""
     if cu is None:
         return None
-    array = jnp.asarray(cu)
+    array = offsets(cu)
     if array.dtype.name not in ("int32", "int64"):
         raise TypeError(f"cu_seqlens must be int32 or int64; got {array.dtype.name}.")
     if q.shape[0] != 1:
         raise ValueError(f"query must have a batch of 1 when cu_seqlens packs the sequences; got {list(q.shape)}.")
-    if not isinstance(array, jax.core.Tracer):
-        offsets, tokens = np.asarray(array), q.shape[1]
-        if offsets[0] != 0:
-            raise ValueError(f"cu_seqlens must start at 0; got {offsets[0]} first.")
-        if (falls := np.flatnonzero(np.diff(offsets) < 0)).size:
-            at = int(falls[0])
-            raise ValueError(f"cu_seqlens must not decrease; got {offsets[at]} before {offsets[at + 1]} at index {at + 1}.")
-        if offsets[-1] != tokens:
-            raise ValueError(f"cu_seqlens must end at the number of tokens, {tokens}; got {offsets[-1]} last.")
-    return array.astype(jnp.int32)
+    offsets_in_order(array, q.shape[1])
+    return jnp.asarray(array, jnp.int32)
+
+
+def offsets(cu: Any) -> jax.Array | np.ndarray:
+    """`cu_seqlens` as an array; lists of ints are taken too."""
+    if isinstance(cu, (jax.Array, np.ndarray)):
+        return cu
+    try:
+        return np.asarray(cu)
+    except ValueError:
+        raise TypeError(f"cu_seqlens must be an array of int32 or int64; got {cu!r}.") from None
+
+
+def offsets_in_order(array: jax.Array | np.ndarray, tokens: int) -> None:
+    """ValueError unless offsets whose values are known start at 0, do not decrease and end at the number of tokens."""
+    if isinstance(array, jax.core.Tracer) or array.ndim != 1 or array.shape[0] < 2:
+        return
+    values = np.asarray(array)
+    if values[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0; got {values[0]} first.")
+    if (falls := np.flatnonzero(np.diff(values) < 0)).size:
+        at = int(falls[0])
+        raise ValueError(f"cu_seqlens must not decrease; got {values[at]} before {values[at + 1]} at index {at + 1}.")
+    if values[-1] != tokens:
+        raise ValueError(f"cu_seqlens must end at the number of tokens, {tokens}; got {values[-1]} last.")
 
 
 def gates(dims: Dims, g: Any, gk: Any, packed_rank3: bool) -> tuple[jax.Array | None, jax.Array | None]:

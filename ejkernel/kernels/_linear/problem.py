@@ -21,6 +21,8 @@ import numpy as np
 from ejkernel._device import Device, device_of
 from ejkernel.kernels._linear import checks
 
+DECODED_TOKENS = 16  # the most that a call of a decoder has: one, or a few that are verified together
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

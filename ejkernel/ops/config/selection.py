@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from ejkernel._device import backend_of
 from ejkernel.ops import reporting
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.codec import from_fields
@@ -18,7 +19,6 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import VARIABLE, AutotunePolicy
 from ejkernel.ops.config.shipped import shipped_default
 from ejkernel.ops.invocation import Invocation
-from ejkernel.ops.key import backend_of
 from ejkernel.ops.notices import warn_once
 from ejkernel.ops.worker import inside_worker
 

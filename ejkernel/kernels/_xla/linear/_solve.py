@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
-from ejkernel.kernels._xla.recurrent import _walk
-from ejkernel.kernels._xla.recurrent._heuristics import chunks_together
-from ejkernel.kernels._xla.recurrent._transposable import linear_map
-from ejkernel.kernels._xla.recurrent._walk import Plan
+from ejkernel.kernels._xla.linear import _walk
+from ejkernel.kernels._xla.linear._heuristics import chunks_together
+from ejkernel.kernels._xla.linear._transposable import linear_map
+from ejkernel.kernels._xla.linear._walk import Plan
 
 Array = jax.Array
 DIFFERENTIABLE = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "initial_state")
@@ -35,6 +35,16 @@ def solve(problem: LinearProblem, cfg: LinearConfig) -> tuple[Array, Array]:
     return _solve(_plan(problem, cfg), arrays, problem.cu_seqlens)
 
 
+def route(problem: LinearProblem, cfg: LinearConfig) -> str:
+    """Which way a call goes: step by step, or in chunks, of which the loop may take several at a time."""
+    if 0 in problem.shape[:2]:
+        return "empty"
+    plan = _plan(problem, cfg)
+    gates = "gates per channel" if problem.gk is not None or problem.gv is not None else "gates per head"
+    chunks = f"chunks of {plan.rows}, {plan.chunks} at a time, {gates}"
+    return chunks if plan.schedule == "chunked" else f"step by step (gradient: {chunks})"
+
+
 def _plan(problem: LinearProblem, cfg: LinearConfig) -> Plan:
     rows = min(cfg.block_q, 1 << (problem.shape[1] - 1).bit_length())
     return Plan(
@@ -46,6 +56,7 @@ def _plan(problem: LinearProblem, cfg: LinearConfig) -> Plan:
         state=problem.state_dtype,
         operand=_operand_dtype(problem),
         output=problem.output_dtype,
+        on_cpu=problem.device.backend == "cpu",
     )
 
 
@@ -54,7 +65,8 @@ def _operand_dtype(problem: LinearProblem) -> Any:
 
     float16 always multiplies in float32: a state may pass float16's largest number, 65504.
     """
-    if all(x.dtype == jnp.bfloat16 for x in (problem.query, problem.key, problem.value)) and jax.default_backend() != "cpu":
+    narrow = all(x.dtype == jnp.bfloat16 for x in (problem.query, problem.key, problem.value))
+    if narrow and problem.device.backend != "cpu":
         return jnp.dtype(jnp.bfloat16)
     return problem.state_dtype
 

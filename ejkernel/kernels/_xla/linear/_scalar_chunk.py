@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels._xla.recurrent._products import Array, Matmul, halves, levels, pass_on
+from ejkernel.kernels._xla.linear._products import Array, Matmul, halves, levels, pass_on
 
 
 class Decay(NamedTuple):

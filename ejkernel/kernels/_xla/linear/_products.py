@@ -28,6 +28,7 @@ class Matmul(NamedTuple):
 
     operand: np.dtype
     accumulate: np.dtype
+    on_cpu: bool
 
     def _einsum(self, spec: str, x: Array, y: Array) -> Array:
         return jnp.einsum(
@@ -58,7 +59,7 @@ class Matmul(NamedTuple):
 
     def tn(self, x: Array, y: Array) -> Array:
         """x^T y."""
-        if jax.default_backend() == "cpu" and y.shape[-1] < SPREAD:
+        if self.on_cpu and y.shape[-1] < SPREAD:
             # XLA's CPU library takes no transposed left operand, and what takes it instead is slow unless it can spread a
             # product over threads. The barrier keeps the transpose out of the product.
             return self.nn(lax.optimization_barrier(jnp.swapaxes(x, -1, -2)), y)

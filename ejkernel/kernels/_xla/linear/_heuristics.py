@@ -28,7 +28,7 @@ def heuristic(problem: LinearProblem) -> LinearConfig:
     B, T, H, K, V = problem.shape
     if T <= FEW_TOKENS:
         return _config(problem, "recurrent", T)
-    if jax.default_backend() != "cpu":
+    if problem.device.backend != "cpu":
         return _config(problem, "chunked", 64)
     per_channel = problem.gk is not None or problem.gv is not None
     wide = K * V > MIDDLE
@@ -39,7 +39,7 @@ def heuristic(problem: LinearProblem) -> LinearConfig:
 
 def chunks_together(problem: LinearProblem, rows: int) -> int:
     """How many chunks of `rows` tokens one turn of the loop takes: few enough that little of the last turn stays empty."""
-    if jax.default_backend() != "cpu":
+    if problem.device.backend != "cpu":
         return 1
     B, T, H, _, _ = problem.shape
     budget = SCALAR_ROWS if problem.gk is None and problem.gv is None else CHANNEL_ROWS

@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 from ejkernel._varying import vary, varying_axes
-from ejkernel.kernels._xla.recurrent import _gated_chunk, _scalar_chunk
-from ejkernel.kernels._xla.recurrent._products import Matmul
-from ejkernel.kernels._xla.recurrent._slots import Slot, Slots, put, take
+from ejkernel.kernels._xla.linear import _gated_chunk, _scalar_chunk
+from ejkernel.kernels._xla.linear._products import Matmul
+from ejkernel.kernels._xla.linear._slots import Slot, Slots, put, take
 
 Array = jax.Array
 Arrays = Mapping[str, Array]  # query, key, value and those of g, g_gamma, gk, gv, initial_state that are given
@@ -38,10 +38,11 @@ class Plan:
     state: np.dtype
     operand: np.dtype
     output: np.dtype
+    on_cpu: bool
 
     @property
     def matmul(self) -> Matmul:
-        return Matmul(self.operand, self.state)
+        return Matmul(self.operand, self.state, self.on_cpu)
 
     def slots(self, tokens: int, cu_seqlens: Array | None) -> Slots:
         if cu_seqlens is None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels._xla.recurrent._products import Array, Level, Matmul, halves, is_right, joined, levels, pass_on, push_down
+from ejkernel.kernels._xla.linear._products import Array, Level, Matmul, halves, is_right, joined, levels, pass_on, push_down
 
 TILE = 16
 
