@@ -24,7 +24,8 @@ def offer(package: str, **families: str) -> list[str]:
     """
     module = sys.modules[package]
     names = {name: _function(package, name, family) for name, family in families.items()}
-    module.__class__ = type("PlatformPackage", (types.ModuleType,), names)
+    everything = lambda module: sorted({*vars(module), *names})
+    module.__class__ = type("PlatformPackage", (types.ModuleType,), {**names, "__dir__": everything})
     for name, family in families.items():
         if name != family:
             _alias(package, name, family)

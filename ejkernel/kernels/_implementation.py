@@ -113,7 +113,7 @@ class PlatformFunction(Generic[Problem, Config]):
         """The results for a problem; ValueError where platform or configuration do not fit it."""
         how = self.implementation
         if cfg is not None and not isinstance(cfg, self.signature.config):
-            raise TypeError(f"cfg must be a {self.signature.config.__name__} or None; got {type(cfg).__name__}.")
+            raise TypeError(f"cfg must be of class {self.signature.config.__name__} or None; got {type(cfg).__name__}.")
         reason = how.supports(problem)
         if reason is None and cfg is not None:
             reason = how.refuses(problem, cfg)

@@ -65,6 +65,9 @@ class Executor:
         try:
             plan = self._known.get(name)
         except TypeError as problem:
+            wanted = kernel._config_cls
+            if _cfg is not None and wanted is not None and not isinstance(_cfg, wanted):
+                raise TypeError(f"cfg must be of class {wanted.__name__} or None; got {type(_cfg).__name__}.") from None
             raise TypeError(f"{kernel.op_id}: every static argument, and cfg, must be hashable ({problem}).") from None
         if plan is None:
             inv = Invocation.of(kernel, *args, **kwargs)

@@ -122,8 +122,8 @@ def _encode(value: Any) -> Any:
         if value.sharding is not None:
             raise NotRecordable("an array is split between devices; tune such a call in its own program with ejkernel.ops.tune")
         return {"array": str(value.dtype), "shape": list(value.shape)}
-    if isinstance(value, np.dtype):
-        return {"dtype": value.name}
+    if isinstance(value, np.dtype) or _is_dtype_class(value):
+        return {"dtype": jnp.dtype(value).name, **({} if isinstance(value, np.dtype) else {"class": True})}
     if isinstance(value, enum.Enum):
         return {"enum": _class_name(type(value)), "value": _encode(value.value)}
     if isinstance(value, tuple):
@@ -147,9 +147,10 @@ def _decode(value: Any) -> Any:
     if "float" in value:
         return float(value["float"])
     if "array" in value:
-        return jax.ShapeDtypeStruct(tuple(value["shape"]), jnp.dtype(value["array"]))
+        return jax.ShapeDtypeStruct(tuple(value["shape"]), _dtype(value["array"]))
     if "dtype" in value:
-        return jnp.dtype(value["dtype"])
+        dtype = jnp.dtype(value["dtype"])
+        return getattr(jnp, dtype.name) if value.get("class") else dtype
     if "enum" in value:
         return _class(value["enum"], lambda cls: issubclass(cls, enum.Enum))(_decode(value["value"]))
     if "tuple" in value:
@@ -159,6 +160,28 @@ def _decode(value: Any) -> Any:
         return {_decode(name): _decode(item) for name, item in value["mapping"]}
     fields = {name: _decode(item) for name, item in value["fields"].items()}
     return _class(value["dataclass"], dataclasses.is_dataclass)(**fields)
+
+
+def _is_dtype_class(value: Any) -> bool:
+    """Whether a value is a dtype as JAX names it: `jnp.float32`."""
+    return getattr(value, "dtype", None) in _DTYPES and getattr(jnp, value.dtype.name, None) is value
+
+
+_DTYPES = frozenset(jnp.dtype(name) for name in ("float32", "bfloat16", "float16", "float64"))
+
+
+def _dtype(name: str) -> Any:
+    """The dtype of an array; random keys have one of their own."""
+    if not name.startswith("key<"):
+        return jnp.dtype(name)
+    kinds = (jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype for impl in _KEYS)
+    found = next((kind for kind in kinds if str(kind) == name), None)
+    if found is None:
+        raise NotRecordable(f"random keys of kind {name} are not known here")
+    return found
+
+
+_KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def _kernel(written: Mapping[str, Any]) -> Kernel:

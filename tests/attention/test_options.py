@@ -319,7 +319,7 @@ class TestDropout:
         ({"sliding_window": (1, 2, 3)}, TypeError, "sliding_window must be an int or a pair"),
         ({"sliding_window": 1.5}, TypeError, "sliding_window must be an int or a pair"),
         ({"platform": "abacus"}, ValueError, "platform must be one of"),
-        ({"cfg": {"block_q": 4}}, TypeError, "cfg must be an AttentionConfig"),
+        ({"cfg": {"block_q": 4}}, TypeError, "cfg must be of class AttentionConfig or None; got dict"),
     ],
 )
 def test_errors_name_the_argument(options, error, message):

@@ -76,7 +76,7 @@ def test_wrong_configs(fields, message):
 
 
 def test_a_platform_that_is_not_here_says_why():
-    with pytest.raises(ValueError, match=r"no implementation of 'recurrent_gla' for platform 'pallas' here .*Use platform="):
+    with pytest.raises(ValueError, match=r"no implementation of 'gla' for platform 'pallas' here .*Use platform="):
         gla_attention(q, k, v, platform="pallas")
 
 

@@ -278,7 +278,7 @@ for run in (op, jax.jit(op), jax.shard_map(op, mesh=mesh, in_specs=P("data"), ou
     y = run(split)
     assert jnp.array_equal(y, 2 * x) and y.sharding.is_equivalent_to(split.sharding, 3), run
     assert jnp.array_equal(jax.grad(lambda x: (run(x) * x).sum())(split), 4 * x)
-print(*sorted({chosen.arguments["problem.x"] for chosen in report()}), sep="\\n")
+print(*sorted({" ".join(chosen.arguments.values()) for chosen in report()}), sep="\\n")
 """
 
 

@@ -255,7 +255,7 @@ def test_tune_finds_every_call_whatever_it_is_inside_of():
         ("toy", "float32[2,~4,4]"),
         ("toy", "float32[2,~4,7]"),
         ("cube", "int32[]", "float32[2,3,4]"),
-        ("toy", "float32[2,~4,7] vmap0 5@0"),
+        ("toy", "float32[2,~4,7]", "vmap0 5@0"),
     ]
     assert {choice.level for choice in found} == {"autotune"}
     assert len(found) == len(list(executor.chooser.cache.items())) == 4

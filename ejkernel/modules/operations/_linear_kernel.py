@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._linear import LinearConfig, LinearProblem
 from ejkernel.kernels._linear.checks import offsets, offsets_in_order
 from ejkernel.kernels._linear.problem import DECODED_TOKENS
 from ejkernel.modules.operations._registry_kernel import RegistryKernel
@@ -21,6 +22,10 @@ class LinearKernel(RegistryKernel[LinearConfig, Any]):
     """A linear operation as the executor sees it: solves a `LinearProblem`."""
 
     not_of_the_problem = ("platform", "return_state")
+
+    def problem(self, *args: Any, **kwargs: Any) -> LinearProblem:
+        """Without what no choice depends on: the scale's value, and the rank that a packed call came in."""
+        return dataclasses.replace(super().problem(*args, **kwargs), scale=1.0, packed_rank3=False)
 
     def results(self, found: tuple[jax.Array, jax.Array], named: Mapping[str, Any]) -> Any:
         return found if named["return_state"] else found[0]

@@ -154,7 +154,7 @@ class RegistryKernel(Kernel[Cfg, Out]):
     def _check_kind(self, cfg: Any) -> None:
         assert self._config_cls is not None
         if not isinstance(cfg, self._config_cls):
-            raise TypeError(f"cfg must be a {self._config_cls.__name__} or None; got {type(cfg).__name__}.")
+            raise TypeError(f"cfg must be of class {self._config_cls.__name__} or None; got {type(cfg).__name__}.")
 
 
 def _check_agreement(asked: Platform, cfg: Any) -> None:

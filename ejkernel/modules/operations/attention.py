@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ejkernel._device import device_of
-from ejkernel.kernels._attention import AttentionConfig
+from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.kernels._attention.operation import ATTENTION
 from ejkernel.kernels._attention.packing import everything, packed
 from ejkernel.modules.base import default_executor
@@ -39,6 +40,12 @@ class Attention(RegistryKernel[AttentionConfig, Any]):
     """Softmax attention as the executor sees it: solves an `AttentionProblem`."""
 
     signature = ATTENTION
+
+    def problem(self, *args: Any, **kwargs: Any) -> AttentionProblem:
+        """Without what no choice depends on: the values of scale, cap and dropout, and whether weights are wanted too."""
+        problem = super().problem(*args, **kwargs)
+        soft_cap, dropout = None if problem.soft_cap is None else 1.0, 0.5 if problem.dropout_prob else 0.0
+        return dataclasses.replace(problem, scale=1.0, soft_cap=soft_cap, dropout_prob=dropout, return_weights=False)
 
     def results(self, found: tuple[jax.Array, jax.Array], named: Mapping[str, Any]) -> Any:
         return found if named["return_weights"] else found[0]
