@@ -41,10 +41,39 @@ def as_int(argument: str, value: Any, least: int | None = None) -> int:
     return number
 
 
+def as_float(argument: str, value: Any) -> float:
+    """A known number as a float. TypeError naming the argument for anything else, text and bools included."""
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"
+    try:
+        if not is_bool and np.shape(value) == () and not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError):
+        pass  # neither a number nor anything with one in it: the error below names the argument
+    came = "a traced value" if isinstance(value, jax.core.Tracer) else repr(value)
+    raise TypeError(f"{argument} must be a number; got {came}.")
+
+
+def as_flag(argument: str, value: Any) -> bool:
+    """A known bool, Python's or numpy's. TypeError naming the argument for anything else: "no" is not False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{argument} must be True or False, known when the function is traced; got {value!r}.")
+    return bool(value)
+
+
+def as_dtype(argument: str, value: Any) -> np.dtype:
+    """A dtype by its name or class. TypeError naming the argument where it is none."""
+    try:
+        return jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"{argument} must be a dtype, such as jnp.float32 or 'bfloat16'; got {value!r}.") from None
+
+
 def as_array(argument: str, value: Any) -> jax.Array:
     """The argument as a JAX array. TypeError naming it where it is none."""
     if isinstance(value, jax.Array):  # converting it again would cost an eager call more than all checks together
         return value
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{argument} must be an array; got {value!r}.")
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as problem:
@@ -59,7 +88,7 @@ def known_values(value: Any, array: jax.Array) -> np.ndarray | None:
     """
     if isinstance(value, jax.core.Tracer):
         return None
-    return np.asarray(array if isinstance(value, jax.Array) else value).astype(array.dtype)
+    return np.asarray(array if isinstance(value, jax.Array) else value)
 
 
 def checked_offsets(argument: str, offsets: np.ndarray) -> None:

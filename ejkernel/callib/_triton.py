@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel._numbers import is_int
 from ejkernel._varying import vary, varying_axes
 from ejkernel.callib._decorated import COMPILE_OPTIONS, evaluated, undecorated
 
@@ -177,9 +178,10 @@ def _bound_names(kernel: Any, positional: int, constants: dict[str, Any]) -> lis
 
 def _grid(grid: Any, constants: dict[str, Any]) -> tuple[int, int, int]:
     size = grid(constants) if callable(grid) else grid
-    size = (size,) if isinstance(size, int) else tuple(size)
-    if not 1 <= len(size) <= 3 or any(not isinstance(n, int) or n < 1 for n in size):
+    size = (size,) if is_int(size) else tuple(size)
+    if not 1 <= len(size) <= 3 or any(not is_int(n) or n < 1 for n in size):
         raise ValueError(f"grid must be one to three positive ints; got {size}.")
+    size = tuple(int(n) for n in size)
     if any(n > 65535 for n in size[1:]) or size[0] > 2**31 - 1:
         raise ValueError(f"grid is limited to (2^31 - 1, 65535, 65535) programs; got {size}.")
     return (*size, 1, 1)[:3]

@@ -39,7 +39,7 @@ __all__ = [
 
 Number = int | Int[Array, ""]
 Offset = int | Int[Array, ""] | Int[Array, " B"]
-_FARTHEST = 2**31 - 1  # as far as any distance in int32: a window of sys.maxsize keeps everything
+_FARTHEST = 2**30  # farther than any two positions, and added to one still an int32: sys.maxsize keeps everything
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -327,7 +327,7 @@ def as_window(argument: str, window: int | tuple[int, int]) -> tuple[int, int]:
         raise TypeError(f"{argument} must be an int or a pair of ints (left, right); got {window!r}.")
     if min(pair) < 0:
         raise ValueError(f"{argument} must not be negative (0 keeps the query's own position); got {window!r}.")
-    return int(pair[0]), int(pair[1])
+    return min(int(pair[0]), _FARTHEST), min(int(pair[1]), _FARTHEST)
 
 
 def _signed(positions: Int[Array, "B L"]) -> Int[Array, "B L"]:

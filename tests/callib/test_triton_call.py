@@ -57,6 +57,13 @@ def test_arrays_scalars_and_none(dtype):
     np.testing.assert_array_equal(jax.jit(lambda x: call(x, None))(x), 2 * x)
 
 
+def test_a_grid_of_numpy_integers():
+    x = jnp.arange(40.0)
+    for grid in (np.int64(2), (np.int32(2), 1), lambda constants: (np.int64(2),)):
+        out = triton_call(x, None, 40, 2.0, kernel=scaled_sum, out_shape=x, grid=grid, B=32)
+        np.testing.assert_array_equal(out, 2 * x)
+
+
 def test_vmap_runs_each():
     x = jnp.arange(60.0).reshape(3, 20)
     np.testing.assert_array_equal(jax.vmap(lambda row: call(row, row))(x), 4 * x)

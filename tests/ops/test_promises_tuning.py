@@ -364,6 +364,7 @@ def test_tuner_refuses_senseless_numbers():
     for arguments in ({"warmup": -1}, {"iters": 0}, {"iters": 2.5}, {"max_seconds": 0}, {"min_gain": 1.5}):
         with pytest.raises(ValueError, match=next(iter(arguments))):
             Tuner(**arguments)
+    assert (Tuner(np.int64(3), np.int8(4)).warmup, type(Tuner(1, np.int8(4)).iters)) == (3, int)
 
 
 def test_silent_unless_on_a_terminal(capfd):

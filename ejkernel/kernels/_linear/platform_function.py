@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel._numbers import as_array, as_int
 from ejkernel.kernels._linear.config import LinearConfig
 from ejkernel.kernels._linear.problem import LinearProblem
 
@@ -43,7 +44,8 @@ def lightning_problem(
     query, key, value, initial_state=None, cu_seqlens=None, *, layer_idx, num_layers, softmax_scale=None, reverse=False
 ) -> LinearProblem:  # fmt: skip
     """A constant decay per head that the layer's depth sets."""
-    heads = jnp.shape(query)[-2] if jnp.ndim(query) > 1 else 0
+    query = as_array("query", query)
+    heads = query.shape[-2] if query.ndim > 1 else 0
     return recurrent_problem(
         query, key, value, None, lightning_decay(heads, layer_idx, num_layers), None, None, initial_state, cu_seqlens,
         softmax_scale=softmax_scale, reverse=reverse,
@@ -57,9 +59,7 @@ def lightning_decay(heads: int, layer_idx: int, num_layers: int) -> jax.Array:
         >>> lightning_decay(4, 0, 12).tolist()
         [-0.0, -2.0, -4.0, -6.0]
     """
-    for name, value in (("layer_idx", layer_idx), ("num_layers", num_layers)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int; got {value!r}.")
+    layer_idx, num_layers = as_int("layer_idx", layer_idx), as_int("num_layers", num_layers)
     if num_layers < 1 or not 0 <= layer_idx < num_layers:
         raise ValueError(f"layer_idx must be from 0 to num_layers - 1 = {num_layers - 1}; got {layer_idx}.")
     return -(8 / max(heads, 1) * (1 - layer_idx / num_layers)) * jnp.arange(heads, dtype=jnp.float32)

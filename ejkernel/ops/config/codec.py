@@ -10,6 +10,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 
 def to_fields(config: Any) -> dict[str, Any]:
     """The fields of a configuration as JSON values. TypeError for anything but a dataclass of plain values."""
@@ -23,6 +25,8 @@ def to_fields(config: Any) -> dict[str, Any]:
 def _to_json(value: Any, name: str) -> Any:
     if isinstance(value, enum.Enum):
         return _to_json(value.value, name)
+    if isinstance(value, np.generic):
+        return _to_json(value.item(), name)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)):
