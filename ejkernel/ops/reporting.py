@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ejkernel.ops.config.validity import wrong_record
 from ejkernel.ops.invocation import Invocation
 
 _LIMIT = 10_000
@@ -56,10 +57,13 @@ class Report(tuple[Chosen, ...]):
 
 
 def _lines(chosen: Chosen) -> list[str]:
-    seconds = chosen.record.get("seconds")
+    wrong = wrong_record(chosen.record)
+    seconds = None if wrong else chosen.record.get("seconds")
     time = "" if seconds is None else f"  {_duration(seconds)}"
     lines = [f"{chosen.op_id}  {chosen.level}  {chosen.config}{time}"]
     lines += [f"    {name}: {text}" for name, text in chosen.arguments.items()]
+    if wrong:
+        return [*lines, f"    its record is unreadable: {wrong}"]
     for candidate in chosen.record.get("candidates", ()):
         fields = ", ".join(f"{name}={value}" for name, value in candidate["config"].items())
         outcome = candidate.get("reason") or _duration(candidate["seconds"])

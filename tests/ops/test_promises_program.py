@@ -158,6 +158,14 @@ def test_promise_12_one_call_lists_what_was_picked_by_which_level_with_times_los
     assert ejkernel.ops.report is report
 
 
+@pytest.mark.parametrize("record", [{"seconds": "fast"}, {"candidates": [3]}, {"candidates": [{"config": {}}]}])
+def test_promise_12_a_record_of_another_kind_does_not_end_the_report(record):
+    chain = ConfigSelectorChain()
+    chain.cache.put(Invocation.of(Toy(), problem()).key, ToyConfig(8), record)
+    Executor(chain)(Toy(), problem())
+    assert "its record is unreadable" in str(report())
+
+
 def test_promise_12_the_report_does_not_grow_for_ever(monkeypatch):
     monkeypatch.setattr("ejkernel.ops.reporting._LIMIT", 5)
     for width in range(1, 20):

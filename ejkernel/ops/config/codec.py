@@ -31,7 +31,7 @@ def _to_json(value: Any, name: str) -> Any:
         return value
     if isinstance(value, (tuple, list)):
         return [_to_json(item, name) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, Mapping) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         return to_fields(value)
     raise TypeError(f"field {name!r} of a configuration must be a number, string, enum or tuple of these; got {value!r}.")
 
