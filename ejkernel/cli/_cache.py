@@ -324,7 +324,7 @@ def _describe(console: Console, entry: Entry) -> None:
         facts.add_row(
             "measured", f"{record['time']}, {record.get('measured', '')}, in {duration(record.get('tuning_seconds'))}"
         )
-    for name in ("note", "failed", "shipped_for"):
+    for name in ("note", "failed", "not_tuned", "shipped_for"):
         if name in record:
             facts.add_row(name.replace("_", " "), str(record[name]))
     console.print(facts)

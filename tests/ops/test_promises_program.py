@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -156,6 +157,61 @@ def test_promise_12_one_call_lists_what_was_picked_by_which_level_with_times_los
     for part in ("race  autotune  Racer(work=10, fault='none')", "x: float32[64]", "its result is wrong", "cannot be built"):
         assert part in text
     assert ejkernel.ops.report is report
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """Lets the chain take this device for an accelerator."""
+    monkeypatch.setattr("ejkernel.ops.config.selection.backend_of", lambda device: "gpu")
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("traced", [False, True])
+def test_promise_12_on_an_accelerator_an_unknown_call_is_tuned_and_the_report_says_how_long_it_took(traced):
+    executor = Executor(ConfigSelectorChain(tuner=Tuner(0, 1)))  # the policy of the kernel itself
+    run = lambda x: executor(Toy(), Problem(x))
+    (jax.jit(run) if traced else run)(problem().x)
+    (chosen,) = report()
+    assert chosen.level == "autotune"
+    assert chosen.record["tuning_seconds"] > 0
+    assert chosen.why == f"tuned in this process in {chosen.record['tuning_seconds']:.1f} s, 3 of 3 candidates timed"
+    assert f"    {chosen.why}" in str(report()).splitlines()
+
+
+NOT_TUNED = {
+    "EJKERNEL_AUTOTUNE_POLICY=heuristics": ({}, "heuristics"),
+    "cache_miss_fallback='heuristics'": ({"policy": AutotunePolicy(cache_miss_fallback="heuristics")}, "autotune"),
+    "allow_autotune=False": ({"policy": AutotunePolicy(allow_autotune=False)}, "autotune"),
+    "the chain has no tuner": ({"tuner": None}, "autotune"),
+}
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("why", NOT_TUNED)
+def test_promise_12_the_report_says_why_an_unknown_call_was_not_tuned(why, monkeypatch):
+    options, variable = NOT_TUNED[why]
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", variable)
+    Executor(ConfigSelectorChain(**{"tuner": Tuner(0, 1), **options}))(Toy(), problem())
+    (chosen,) = report()
+    assert (chosen.level, chosen.why) == ("heuristics", f"not tuned: {why}")
+
+
+def test_promise_12_the_report_says_whose_policy_it_was_and_what_failed():
+    EXECUTOR(Toy(), problem())
+    tuning = ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner(0, 1))
+    with pytest.warns(ejkernel.ops.ConfigWarning, match="nothing is stored"):
+        tuning.choose(Invocation.of(Race(heuristic=Racer(1, "nan")), jnp.ones(4)))
+    guessed, failed = (chosen.why for chosen in report())
+    assert guessed == "not tuned: toy says 'heuristics' on cpu, and EJKERNEL_AUTOTUNE_POLICY is not set"
+    assert re.match(r"tuning failed in \d+\.\d s, so this is the heuristic: .*NaN", failed)
+
+
+def test_promise_12_the_operations_tune_on_accelerators_when_nobody_says_otherwise():
+    from ejkernel.modules import Attention, GLAttention, RecurrentAttention, create_default_executor
+
+    policy = create_default_executor().chooser.policy
+    assert {policy.fallback(kernel(), "gpu") for kernel in (GLAttention, RecurrentAttention)} == {"autotune"}
+    assert policy.fallback(Attention(), "gpu") == policy.fallback(GLAttention(), "cpu") == "heuristics"
 
 
 @pytest.mark.parametrize("record", [{"seconds": "fast"}, {"candidates": [3]}, {"candidates": [{"config": {}}]}])

@@ -32,9 +32,20 @@ class AutotunePolicy:
 
     def fallback(self, kernel: Kernel, backend: str) -> str:
         """`"autotune"`, `"heuristics"` or `"error"` for this kernel on this backend."""
-        said = self.cache_miss_fallback or _legal(os.environ.get(VARIABLE) or None, VARIABLE)
-        choice = said or _legal(kernel.default_policy(backend), f"{type(kernel).__name__}.default_policy") or "heuristics"
-        return "heuristics" if choice == "autotune" and not self.allow_autotune else choice
+        return self.ruling(kernel, backend)[0]
+
+    def ruling(self, kernel: Kernel, backend: str) -> tuple[str, str]:
+        """`fallback`, and whose word it is, for people who wonder."""
+        if self.cache_miss_fallback is not None:
+            choice, whose = self.cache_miss_fallback, f"cache_miss_fallback={self.cache_miss_fallback!r}"
+        elif (said := _legal(os.environ.get(VARIABLE) or None, VARIABLE)) is not None:
+            choice, whose = said, f"{VARIABLE}={said}"
+        else:
+            own = _legal(kernel.default_policy(backend), f"{type(kernel).__name__}.default_policy") or "heuristics"
+            choice, whose = own, f"{kernel.op_id} says {own!r} on {backend}, and {VARIABLE} is not set"
+        if choice == "autotune" and not self.allow_autotune:
+            return "heuristics", "allow_autotune=False"
+        return choice, whose
 
 
 def _legal(value: str | None, name: str) -> str | None:

@@ -154,16 +154,18 @@ class ConfigSelectorChain:
         found = self._from_disk(inv) or self._shipped(inv)
         if found is not None:
             return found
-        fallback = self.policy.fallback(inv.kernel, backend_of(inv.device))
-        if fallback == "autotune" and self.tuner is not None and not inside_worker():
-            return self._autotune(inv, self.tuner)
+        fallback, whose = self.policy.ruling(inv.kernel, backend_of(inv.device))
+        if fallback == "autotune":
+            if self.tuner is not None and not inside_worker():
+                return self._autotune(inv, self.tuner)
+            whose = "the chain has no tuner" if self.tuner is None else "the call is part of a candidate that is being measured"
         if fallback == "error":
             raise NoConfigError(
                 f"no tuned configuration of {inv.kernel.op_id!r} is known for {inv.shapes} on {inv.device.device_kind}, and "
                 f"the policy is 'error'. Tune ahead with ejkernel.ops.tune, give cfg, or set {VARIABLE} to 'autotune' or "
                 f"'heuristics'."
             )
-        return Choice(inv.kernel.heuristic_cfg(inv), Level.HEURISTICS)
+        return Choice(inv.kernel.heuristic_cfg(inv), Level.HEURISTICS, {"not_tuned": whose})
 
     def _measured_here(self, inv: Invocation) -> Choice:
         from ejkernel.ops.tuner import Tuner
