@@ -11,6 +11,7 @@ from jax import tree_util
 from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as inside_jit
 
 from ejkernel.ops import collecting
+from ejkernel.ops.config.codec import check_config
 from ejkernel.ops.config.overlay import active
 from ejkernel.ops.config.policy import VARIABLE
 from ejkernel.ops.config.selection import Choice, ConfigSelectorChain
@@ -63,7 +64,9 @@ class Executor:
         try:
             plan = self._known.get(name)
         except TypeError as problem:
-            raise TypeError(f"{kernel.op_id}: every static argument, and cfg, must be hashable ({problem}).") from None
+            if _cfg is not None:
+                check_config(_cfg, f"{kernel.op_id}: cfg")
+            raise TypeError(f"{kernel.op_id}: every static argument must be hashable ({problem}).") from None
         if plan is None:
             plan = self._plan(kernel, args, kwargs, self.choose(kernel, *args, _cfg=_cfg, **kwargs))
             _remember(self._known, name, plan)

@@ -85,8 +85,57 @@ def test_promise_9_an_overlay_that_cannot_run_the_call_says_so():
         EXECUTOR(Toy(), problem())
     with overlay(toy=Racer()), pytest.raises(ValueError, match="it is a Racer, not a ToyConfig"):
         EXECUTOR(Toy(), problem())
-    with pytest.raises(TypeError, match="must be hashable"), overlay(toy={"block": 3}):
+    with pytest.raises(TypeError, match="it cannot be hashed"), overlay(toy={"block": 3}):
         pass
+
+
+class Renamed(Shown):
+    """An operation that had another name."""
+
+    op_id = "renamed"
+    aliases = ("old_name", "older_name")
+
+
+def test_promise_9_an_overlay_may_name_an_operation_by_its_aliases():
+    call = lambda: float(EXECUTOR(Renamed(), jnp.float32(0)))
+    with overlay(old_name=ToyConfig(8)):
+        assert call() == 8
+        with overlay(renamed=ToyConfig(4)):
+            assert call() == 4
+            with overlay(older_name=ToyConfig(2)):
+                assert call() == 2
+    twice = {"old_name": ToyConfig(8), "renamed": ToyConfig(4)}
+    with pytest.raises(ValueError, match="name each operation once; got old_name, renamed"), overlay(twice):
+        pass
+
+
+def run_as_late() -> float:
+    class Late(Shown):
+        op_id = "late"
+        aliases = ("name_of_yore",)
+
+    return float(EXECUTOR(Late(), jnp.float32(0)))
+
+
+@pytest.mark.filterwarnings("ignore:an overlay for 'name_of_yore'")
+def test_promise_9_an_overlay_by_an_alias_reaches_a_kernel_that_is_defined_later():
+    with overlay(name_of_yore=ToyConfig(8)):
+        assert run_as_late() == 8
+
+
+@pytest.mark.parametrize(("name", "hint"), [("shwon", "did you mean 'shown'"), ("zzzzzz", "known are .*'toy'")])
+def test_promise_9_an_overlay_for_a_name_that_nobody_has_is_a_warning(name, hint):
+    says = f"an overlay for '{name}'.* changes nothing; {hint}"
+    with pytest.warns(ejkernel.ops.ConfigWarning, match=says) as given, overlay({name: ToyConfig(8)}):
+        pass
+    assert given[0].filename == __file__
+
+
+def test_promise_9_an_overlay_for_a_key_or_a_kernel_named_by_its_instance_is_no_warning(recwarn):
+    Kernel("named_by_instance")
+    with overlay({Invocation.of(Shown(), jnp.float32(0)).key: ToyConfig(8), "named_by_instance": ToyConfig(3)}):
+        assert block(jnp.float32(0)) == 8
+    assert not [w for w in recwarn if issubclass(w.category, ejkernel.ops.ConfigWarning)]
 
 
 def in_two_processes(scenario: str, tmp_path) -> list[dict]:

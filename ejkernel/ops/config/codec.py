@@ -13,6 +13,31 @@ from typing import Any
 import numpy as np
 
 
+def unfit(config: Any) -> str | None:
+    """Why something cannot be a configuration; None when it can.
+
+    A frozen dataclass can. So can another value that can be hashed, such as a number; but it is never tuned nor stored.
+
+    >>> unfit(3), unfit({"block": 3})
+    (None, 'it cannot be hashed')
+    """
+    if isinstance(config, type):
+        return f"it is the class {config.__name__} itself, not one of its instances"
+    if dataclasses.is_dataclass(config) and not getattr(config, "__dataclass_params__").frozen:  # noqa: B009  (untyped)
+        return f"{type(config).__name__} can be changed; declare it with @dataclass(frozen=True)"
+    try:
+        hash(config)
+    except TypeError:
+        return "it cannot be hashed"
+    return None
+
+
+def check_config(config: Any, where: str) -> None:
+    """TypeError naming `where` it came from, unless something can be a configuration."""
+    if (reason := unfit(config)) is not None:
+        raise TypeError(f"{where} must be a frozen dataclass, hashable in all its fields; got {config!r}: {reason}.")
+
+
 def to_fields(config: Any) -> dict[str, Any]:
     """The fields of a configuration as JSON values. TypeError for anything but a dataclass of plain values."""
     if isinstance(config, Mapping):

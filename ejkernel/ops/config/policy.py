@@ -27,6 +27,10 @@ class AutotunePolicy:
     validate_backward: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("allow_autotune", "validate_backward"):
+            if not isinstance(value := getattr(self, name), bool):
+                hint = f"; for a policy by its word, give cache_miss_fallback={value!r}" if value in _LEGAL else ""
+                raise TypeError(f"{name} must be True or False; got {value!r}{hint}.")
         if self.cache_miss_fallback is not None:
             _legal(self.cache_miss_fallback, "cache_miss_fallback")
 
@@ -46,6 +50,19 @@ class AutotunePolicy:
         if choice == "autotune" and not self.allow_autotune:
             return "heuristics", "allow_autotune=False"
         return choice, whose
+
+
+def as_policy(policy: AutotunePolicy | str | None, validate_backward: bool = False) -> AutotunePolicy:
+    """A policy: itself, or one whose misses do what a word says; None leaves that to the environment and the kernel.
+
+    Args:
+        validate_backward: of the policy that is made where none was given as such.
+    """
+    if isinstance(policy, AutotunePolicy):
+        return policy
+    if policy is not None and not isinstance(policy, str):
+        raise TypeError(f"policy must be an AutotunePolicy, one of {', '.join(map(repr, _LEGAL))}, or None; got {policy!r}.")
+    return AutotunePolicy(cache_miss_fallback=_legal(policy, "policy"), validate_backward=validate_backward)
 
 
 def _legal(value: str | None, name: str) -> str | None:
