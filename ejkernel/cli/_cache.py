@@ -12,11 +12,25 @@ from rich.console import Console
 from rich.text import Text
 
 from ejkernel.cli import _options
-from ejkernel.cli._entries import Entry, check_writable, recorded_entries, shipped_entries, stored_entries
+from ejkernel.cli._entries import (
+    Entry,
+    check_writable,
+    operation_folders,
+    recorded_entries,
+    shipped_entries,
+    stored_entries,
+)
 from ejkernel.cli._operations import OPERATIONS, name_of, words
 from ejkernel.cli._screen import count, duration, fail, interactive, print_json, ratio, screen, table, wrong_use
 from ejkernel.ops.config import exchange
-from ejkernel.ops.config.persistent import PersistentCache, cache_folder, write_atomically
+from ejkernel.ops.config.persistent import (
+    VARIABLE,
+    NoFolderError,
+    PersistentCache,
+    cache_folder,
+    expanded,
+    write_atomically,
+)
 
 app = typer.Typer(
     help="List, show, export, import and clear tuned configurations.", no_args_is_help=True, rich_markup_mode=None
@@ -57,7 +71,9 @@ def list_(
         console.print(_listing(shown))
     hidden = len(entries) - len(shown)
     origin = str(folder) if recorded is None else str(recorded)
-    more = f", {hidden} for other devices or versions (--all lists them)" if hidden else ""
+    broken = sum(entry.unreadable is not None for entry in shown)
+    more = f", {broken} of them unreadable" if broken else ""
+    more += f", {hidden} for other devices or versions (--all lists them)" if hidden else ""
     console.print(f"{origin}: {count(len(shown), 'choice' if recorded else 'tuned call')}{more}", soft_wrap=True)
     if not entries and recorded is None:
         console.print("Tune some with `ejkernel tune --op gla_attention --shapes 2x2048x4x64x64:g4`.")
@@ -117,8 +133,8 @@ def export(
       ejkernel cache export - --op gla_attention | ssh other 'cat > tuned.json'
     """
     folder = _folder(cache_dir)
-    op_ids = _op_ids(op, _folders(folder))
-    caches = [PersistentCache(name, folder) for name in _folders(folder) if not op_ids or name in op_ids]
+    op_ids = _op_ids(op, operation_folders(folder))
+    caches = [PersistentCache.of_folder(folder / name) for name in operation_folders(folder) if not op_ids or name in op_ids]
     text = exchange.dumps(*caches) if caches else exchange.merge()
     number = len(exchange.parse(text))
     if file is None or str(file) == "-":
@@ -182,7 +198,7 @@ def clear(
       ejkernel cache clear --op attention
     """
     folder = _folder(cache_dir)
-    entries = _named(stored_entries(folder), _op_ids(op, _folders(folder)))
+    entries = _named(stored_entries(folder), _op_ids(op, operation_folders(folder)))
     chosen = [entry for entry in (_with_ids(entries, ids) if ids else entries) if not stale or not entry.here]
     if chosen and not yes:
         if as_json or not interactive():
@@ -192,7 +208,8 @@ def clear(
         typer.confirm(f"Remove {count(len(chosen), 'tuned call')} from {folder}?", abort=True)
     for entry in chosen:
         try:
-            PersistentCache(entry.op_id, folder).file(entry.key).unlink(missing_ok=True)
+            assert entry.file is not None  # it comes from the disk
+            entry.file.unlink(missing_ok=True)
         except OSError as problem:
             fail(f"{folder} does not allow it: {problem.strerror}.")
     if as_json:
@@ -202,11 +219,10 @@ def clear(
 
 
 def _folder(cache_dir: Path | None) -> Path:
-    return cache_folder() if cache_dir is None else cache_dir.expanduser()
-
-
-def _folders(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    try:
+        return cache_folder() if cache_dir is None else expanded(cache_dir)
+    except NoFolderError as problem:
+        wrong_use(f"{problem}. Name another folder with --cache-dir or {VARIABLE}.")
 
 
 def _op_ids(op: Sequence[str] | None, others: Sequence[str]) -> list[str]:
@@ -230,7 +246,7 @@ def _refuse_idle_folder(context: typer.Context, recorded: Path | None) -> None:
 
 def _entries(folder: Path, op: Sequence[str] | None, recorded: Path | None) -> list[Entry]:
     every = recorded_entries(recorded) if recorded is not None else [*stored_entries(folder), *shipped_entries()]
-    return _named(every, _op_ids(op, [*_folders(folder), *(entry.op_id for entry in every)]))
+    return _named(every, _op_ids(op, [*operation_folders(folder), *(entry.op_id for entry in every)]))
 
 
 def _named(entries: Sequence[Entry], op_ids: Sequence[str]) -> list[Entry]:
@@ -280,6 +296,11 @@ def _listing(entries: Sequence[Entry]) -> Any:
 
 def _describe(console: Console, entry: Entry) -> None:
     console.print(Text.assemble((f"{entry.id}  {name_of(entry.op_id)}", "bold"), f"  level {entry.level}"))
+    if entry.unreadable is not None:
+        console.print(Text(f"unreadable: {entry.unreadable}", "yellow"))
+        if entry.file is not None:
+            console.print(f"{entry.file}: the next tuning replaces it; `ejkernel cache clear {entry.id}` removes it.")
+        return
     facts = table(["!", ""])
     facts.show_header = False
     facts.add_row("configuration", entry.config())
@@ -303,7 +324,7 @@ def _describe(console: Console, entry: Entry) -> None:
         facts.add_row(
             "measured", f"{record['time']}, {record.get('measured', '')}, in {duration(record.get('tuning_seconds'))}"
         )
-    for name in ("note", "failed", "shipped_for"):
+    for name in ("note", "failed", "not_tuned", "shipped_for"):
         if name in record:
             facts.add_row(name.replace("_", " "), str(record[name]))
     console.print(facts)

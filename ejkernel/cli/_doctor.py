@@ -98,16 +98,22 @@ def _operations() -> dict[str, dict[str, str | None]]:
 
 def _cache() -> dict[str, Any]:
     from ejkernel.cli._entries import stored_entries, writable
-    from ejkernel.ops.config.persistent import VARIABLE, cache_folder
+    from ejkernel.ops.config.persistent import VARIABLE, NoFolderError, cache_folder
 
-    folder = cache_folder()
+    where = VARIABLE if os.environ.get(VARIABLE) else "the user's cache folder"
+    try:
+        folder = cache_folder()
+    except NoFolderError as problem:
+        absent = {"folder": None, "from": where, "exists": False, "writable": False, "error": str(problem)}
+        return {**absent, "entries": 0, "unreadable": 0, "entries_for_this_device": 0}
     entries = stored_entries(folder)
     return {
         "folder": str(folder),
-        "from": VARIABLE if os.environ.get(VARIABLE) else "the user's cache folder",
+        "from": where,
         "exists": folder.is_dir(),
         "writable": writable(folder),
         "entries": len(entries),
+        "unreadable": sum(entry.unreadable is not None for entry in entries),
         "entries_for_this_device": sum(entry.here for entry in entries),
     }
 
@@ -155,9 +161,11 @@ def _facts(console: Any, found: dict[str, Any]) -> None:
     facts.add_row("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
     facts.add_row("not installed", ", ".join(name for name, version in versions.items() if version is None) or "-")
     state = "" if cache["writable"] else ", CANNOT BE WRITTEN TO: nothing tuned will be kept"
-    facts.add_row("cache", f"{cache['folder']} (from {cache['from']}){state}")
+    facts.add_row("cache", f"{cache['folder'] or cache['error']} (from {cache['from']}){state}")
+    unreadable = f", {cache['unreadable']} unreadable" if cache["unreadable"] else ""
     facts.add_row(
-        "", f"{count(cache['entries'], 'tuned call')}, {cache['entries_for_this_device']} for this device and versions"
+        "",
+        f"{count(cache['entries'], 'tuned call')}, {cache['entries_for_this_device']} for this device and versions{unreadable}",
     )
     if "miss" in policy:
         said = f"{policy['variable']}={policy['set_to']}" if policy["set_to"] else f"{policy['variable']} is not set"

@@ -12,6 +12,7 @@ from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as inside_jit
 
 from ejkernel._device import mesh_platform, planned, underneath
 from ejkernel.ops import collecting
+from ejkernel.ops.config.codec import check_config
 from ejkernel.ops.config.overlay import active
 from ejkernel.ops.config.policy import VARIABLE
 from ejkernel.ops.config.selection import Choice, ConfigSelectorChain
@@ -65,10 +66,9 @@ class Executor:
         try:
             plan = self._known.get(name)
         except TypeError as problem:
-            wanted = kernel._config_cls
-            if _cfg is not None and wanted is not None and not isinstance(_cfg, wanted):
-                raise TypeError(f"cfg must be of class {wanted.__name__} or None; got {type(_cfg).__name__}.") from None
-            raise TypeError(f"{kernel.op_id}: every static argument, and cfg, must be hashable ({problem}).") from None
+            if _cfg is not None:
+                check_config(_cfg, f"{kernel.op_id}: cfg")
+            raise TypeError(f"{kernel.op_id}: every static argument must be hashable ({problem}).") from None
         if plan is None:
             inv = Invocation.of(kernel, *args, **kwargs)
             plan = self._plan(inv, self.chooser.choose(inv, _cfg).config)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args, get
 
 import jax
 
+from ejkernel.ops import names
 from ejkernel.ops.key import check_op_id
 
 if TYPE_CHECKING:
@@ -29,10 +30,12 @@ class Kernel(Generic[Cfg, Out]):
 
     Attributes:
         op_id: the operation's name; part of every key and of the cache's folder.
+        aliases: other names of the operation, which overlays and the command line understand.
         version: raise it when the meaning or speed of a configuration changes; stored results of other versions are not found.
     """
 
     op_id: str = ""
+    aliases: ClassVar[tuple[str, ...]] = ()
     version: int = 1
     _config_cls: ClassVar[type | None] = None
 
@@ -40,9 +43,11 @@ class Kernel(Generic[Cfg, Out]):
         """Args: op_id: the operation's name, for kernels that do not set it on the class."""
         if op_id is not None:
             self.op_id = op_id
+            names.declare(op_id)
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
+        names.declare(cls.op_id, cls.__dict__.get("aliases", ()))
         for base in cls.__dict__.get("__orig_bases__", ()):
             origin = get_origin(base)
             if isinstance(origin, type) and issubclass(origin, Kernel) and isinstance(get_args(base)[0], type):

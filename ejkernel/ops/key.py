@@ -25,9 +25,14 @@ _LEGAL_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
+def is_op_id(op_id: Any) -> bool:
+    """Whether `op_id` can name an operation and its folder."""
+    return isinstance(op_id, str) and _LEGAL_ID.fullmatch(op_id) is not None
+
+
 def check_op_id(op_id: Any, where: str) -> None:
     """ValueError unless `op_id` can name an operation and its folder."""
-    if not isinstance(op_id, str) or not _LEGAL_ID.fullmatch(op_id):
+    if not is_op_id(op_id):
         raise ValueError(f"{where} must be letters, digits, '_', '.' and '-', not starting with '.' or '-'; got {op_id!r}.")
 
 

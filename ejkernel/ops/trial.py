@@ -84,7 +84,10 @@ class Trial:
 
     def as_record(self) -> dict[str, Any]:
         """The candidate as stored: its fields with its time or the reason against it."""
-        outcome: dict[str, Any] = {"config": to_fields(self.config)}
+        try:
+            outcome: dict[str, Any] = {"config": to_fields(self.config)}
+        except TypeError:  # it lost for that
+            outcome = {"config": {"value": repr(self.config)}}
         if self.reason is not None:
             return {**outcome, "reason": self.reason}
         return {**outcome, "seconds": self.seconds, "noise": round(self.noise, 4), "samples": len(self.samples)}

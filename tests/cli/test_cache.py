@@ -71,6 +71,67 @@ def test_a_recorded_run_is_listed_with_the_level_of_each_choice(run, tmp_path):
         assert "does not go together with --cache-dir" in refused.words
 
 
+ODD = {
+    "no JSON": "{",
+    "another key": {"key": "a key"},
+    "a key of another kind": {"key": "[1]"},
+    "an operation of another kind": {"key": '{"op":3}'},
+    "arrays of another kind": {"key": '{"op":"attention","arrays":{"x":3}}'},
+    "static values of another kind": {"key": '{"op":"attention","static":[1]}'},
+    "an environment of another kind": {"key": '{"op":"attention","environment":{"device":[1]}}'},
+    "a record of another kind": {"record": [1]},
+    "a time of another kind": {"record": {"seconds": "fast"}},
+    "a date of another kind": {"record": {"time": 3}},
+    "candidates of another kind": {"record": {"candidates": [3]}},
+    "a candidate without a time": {"record": {"candidates": [{"config": {}}]}},
+}
+
+
+@pytest.mark.filterwarnings("ignore::ejkernel.ops.ConfigWarning")
+@pytest.mark.parametrize("odd", ODD)
+def test_an_unreadable_entry_is_shown_as_such_and_ends_nothing(run, entry, odd):
+    entry("attention", 1)
+    good = {"format": 1, "key": '{"op":"attention"}', "config": {"block_q": 64}, "record": {}}
+    file = PersistentCache("attention").folder / "0dd0dd0dd0.json"
+    file.write_text(ODD[odd] if isinstance(ODD[odd], str) else json.dumps({**good, **ODD[odd]}))
+    listed = {one["id"]: one["unreadable"] for one in stored(run)}
+    assert listed.pop("0dd0dd0dd0")
+    assert list(listed.values()) == [None]
+    shown = run("cache", "list", "--all", code=0)
+    assert "2 tuned calls, 1 of them unreadable" in shown.words
+    assert "unreadable: " in run("cache", "show", "--all", code=0).words
+    assert len(json.loads(run("cache", "export", code=0).out)["entries"]) == 1
+    assert run("doctor", "--json").json["cache"]["unreadable"] == 1
+    assert run("cache", "clear", "0dd0", "--yes", "--json", code=0).json["removed"] == ["0dd0dd0dd0"]
+    assert not file.exists()
+
+
+def test_a_recorded_choice_that_is_unreadable_is_shown_as_such(run, tmp_path):
+    choice = {"key": "a key", "level": "disk", "config": {}, "record": {"seconds": "fast"}}
+    (tmp_path / "run.json").write_text(json.dumps({"format": 1, "kind": "ejkernel choices", "choices": [choice]}))
+    for command in ("list", "show"):
+        assert "its key is not JSON" in run("cache", command, "--recorded", tmp_path / "run.json", code=0).words
+
+
+def test_folders_that_are_no_operations_are_passed_over(run, entry):
+    entry("attention")
+    for name in (".hidden", "a b"):
+        (PersistentCache("attention").folder.parent / name).mkdir()
+    assert len(stored(run)) == 1
+    run("cache", "export", code=0)
+
+
+def test_a_folder_in_nobodys_home_is_said(run, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", "~nosuchuser/x")
+    assert "'~nosuchuser/x' is under a home that this machine does not have" in run("cache", "list", code=2).words
+    assert "~nosuchuser/x' is under a home" in run("doctor", code=0).words
+
+
+def test_nested_configurations_are_exported(run):
+    PersistentCache("own").put('{"op":"own"}', {"tiles": {"rows": 4}})
+    assert json.loads(run("cache", "export", code=0).out)["entries"][0]["config"] == {"tiles": {"rows": 4}}
+
+
 def test_export_and_import_carry_everything(run, entry, tmp_path):
     keys = [entry("recurrent_gla", 1), entry("attention", 2), entry("my_own_kernel", 3)]
     file, other = tmp_path / "deep" / "tuned.json", tmp_path / "other"
@@ -159,8 +220,9 @@ def test_clear_stale_keeps_what_is_used_here(run, entry):
     assert [one["usable_here"] for one in stored(run)] == [True]
 
 
-def test_a_damaged_entry_is_passed_over_with_a_warning(run, entry, tmp_path):
+def test_a_damaged_entry_is_listed_as_such_with_a_warning(run, entry, tmp_path):
     key = entry()
     PersistentCache("recurrent_gla").file(key).write_text("{")
     with pytest.warns(ops.ConfigWarning, match="ignored the stored configuration"):
-        assert stored(run) == []
+        (one,) = stored(run)
+    assert one["unreadable"].startswith("JSONDecodeError")

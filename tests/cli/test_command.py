@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -45,6 +46,15 @@ def test_as_a_process():
     found = json.loads(made.stdout)
     assert found["versions"]["ejkernel"] == ejkernel.__version__
     assert found["device"]["backend"] == jax.default_backend()
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("verify", "--op", "attention")], ids=" ".join)
+def test_a_device_that_jax_does_not_have_is_said(command):
+    environment = {**os.environ, "JAX_PLATFORMS": "junk"}
+    made = subprocess.run([sys.executable, "-m", "ejkernel", *command], capture_output=True, text=True, env=environment)
+    assert made.returncode == 1
+    assert "Traceback" not in made.stderr
+    assert "JAX cannot use its device: Unable to initialize backend 'junk'" in " ".join((made.stdout + made.stderr).split())
 
 
 def test_without_the_extra_it_says_what_to_install():

@@ -1,4 +1,4 @@
-"""The operation classes as the documents use them: through an executor, by `run`, by `get_impl`, and as kernels of one's own."""
+"""The operation classes as the documents use them: through an executor, by `run`, by `get_impl`, as kernels of one's own."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ def test_classes_through_an_executor_take_what_the_functions_take():
         executor(Attention(), q, k, v, causal=True, softmax_scale=0.125), attention(q, k, v, causal=True, softmax_scale=0.125)
     )
     same(executor(Attention(), q, k, v, return_weights=False), attention(q, k, v, return_weights=False))
-    arguments = dict(query=q, key=k, value=v, g=None, g_gamma=None, gk=gate, gv=None, initial_state=state, cu_seqlens=None,
-                     softmax_scale=None, reverse=False, platform=None)  # fmt: skip
+    arguments = {
+        "query": q, "key": k, "value": v, "g": None, "g_gamma": None, "gk": gate, "gv": None, "initial_state": state,
+        "cu_seqlens": None, "softmax_scale": None, "reverse": False, "platform": None,
+    }  # fmt: skip
     same(
         executor(RecurrentAttention(), **arguments, return_state=False, _cfg=None),
         recurrent_attention(q, k, v, gk=gate, initial_state=state),

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from ejkernel._device import Device, device_of
+from ejkernel._numbers import as_flag
 from ejkernel.kernels._attention import arguments as check
 from ejkernel.kernels._attention.packing import Packed, Packing
 from ejkernel.types.mask import MaskInfo, as_window
@@ -146,10 +147,12 @@ class AttentionProblem:
         query, key, value = check.operands(query, key, value, dtype)
         shape = check.Shape.of(query, key)
         if bias is None and init_bias is not None and attention_mask is None and mask_info is None:
+            if not callable(init_bias):
+                raise TypeError(f"init_bias must be a function that gives the bias; got {init_bias!r}.")
             bias = init_bias()
         scale, traced_scale = check.scale(softmax_scale, shape.head_dim)
         left, right = (None, None) if sliding_window is None else as_window("sliding_window", sliding_window)
-        right = 0 if causal else right
+        right = 0 if as_flag("causal", causal) else right
         accumulation = check.accumulation_dtype(query.dtype)
         words = check.dropout_words(shape, deterministic, dropout_prob, dropout_rng)
         problem = cls(
@@ -167,7 +170,7 @@ class AttentionProblem:
             soft_cap=check.soft_cap(logits_soft_cap),
             dropout_prob=0.0 if words is None else float(dropout_prob),
             softmax_dtype=check.softmax_dtype(softmax_dtype, accumulation),
-            return_weights=bool(return_weights),
+            return_weights=as_flag("return_weights", return_weights),
             device=device_of((query, key, value)),
         )
         return problem._masked_by(mask_info, shape)._without_idle_bounds()

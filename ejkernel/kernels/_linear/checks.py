@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel._numbers import as_array, as_flag, as_float, as_numpy, checked_offsets
+
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 _FLOAT_DTYPES = frozenset(jnp.dtype(name) for name in FLOATS)
 
@@ -38,13 +40,7 @@ class Dims:
 def float_array(name: str, x: Any) -> jax.Array:
     if x is None:
         raise TypeError(f"{name} must be an array; got None.")
-    if isinstance(x, jax.Array):  # converting it again would cost an eager call more than all checks together
-        array = x
-    else:
-        try:
-            array = jnp.asarray(x)
-        except TypeError as error:
-            raise TypeError(f"{name} must be an array of {', '.join(FLOATS)}; got {type(x).__name__}.") from error
+    array = as_array(name, x)
     if array.dtype not in _FLOAT_DTYPES:
         raise TypeError(f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}; got {array.dtype.name}.")
     return array
@@ -105,13 +101,8 @@ def cu_seqlens(cu: Any, q: jax.Array) -> jax.Array | None:
 
 
 def offsets(cu: Any) -> jax.Array | np.ndarray:
-    """`cu_seqlens` as an array; lists of ints are taken too."""
-    if isinstance(cu, (jax.Array, np.ndarray)):
-        return cu
-    try:
-        return np.asarray(cu)
-    except ValueError:
-        raise TypeError(f"cu_seqlens must be an array of int32 or int64; got {cu!r}.") from None
+    """`cu_seqlens` as an array; lists of ints are taken too, as numpy's, whose values stay known under `jit`."""
+    return cu if isinstance(cu, (jax.Array, np.ndarray)) else as_numpy("cu_seqlens", cu)
 
 
 def offsets_in_order(array: jax.Array | np.ndarray, tokens: int) -> None:
@@ -119,11 +110,7 @@ def offsets_in_order(array: jax.Array | np.ndarray, tokens: int) -> None:
     if isinstance(array, jax.core.Tracer) or array.ndim != 1 or array.shape[0] < 2:
         return
     values = np.asarray(array)
-    if values[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0; got {values[0]} first.")
-    if (falls := np.flatnonzero(np.diff(values) < 0)).size:
-        at = int(falls[0])
-        raise ValueError(f"cu_seqlens must not decrease; got {values[at]} before {values[at + 1]} at index {at + 1}.")
+    checked_offsets("cu_seqlens", values)
     if values[-1] != tokens:
         raise ValueError(f"cu_seqlens must end at the number of tokens, {tokens}; got {values[-1]} last.")
 
@@ -214,17 +201,12 @@ def scale(softmax_scale: Any, key_channels: int) -> tuple[float, jax.Array | Non
     if softmax_scale is None:
         return key_channels**-0.5, None
     if isinstance(softmax_scale, jax.Array):
-        if softmax_scale.shape != () or not jnp.issubdtype(softmax_scale.dtype, jnp.floating):
+        kinds = (jnp.floating, jnp.integer)
+        if softmax_scale.shape != () or not any(jnp.issubdtype(softmax_scale.dtype, kind) for kind in kinds):
             came = f"{softmax_scale.dtype.name}{list(softmax_scale.shape)}"
-            raise ValueError(f"softmax_scale must be a float or a float scalar array; got {came}.")
+            raise ValueError(f"softmax_scale must be a number or a scalar array; got {came}.")
         return 1.0, softmax_scale
-    try:
-        return float(softmax_scale), None
-    except (TypeError, ValueError):
-        raise TypeError(f"softmax_scale must be a float, a scalar array or None; got {softmax_scale!r}.") from None
+    return as_float("softmax_scale", softmax_scale), None
 
 
-def flag(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, known when the function is traced; got {value!r}.")
-    return bool(value)
+flag = as_flag

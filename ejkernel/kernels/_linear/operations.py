@@ -5,12 +5,11 @@ A platform brings one implementation of `LinearProblem` and registers all three 
 
 from __future__ import annotations
 
-import numbers
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel._numbers import as_int
 from ejkernel.kernels._implementation import Implementation, PlatformFunction, Signature
 from ejkernel.kernels._linear.config import LinearConfig
 from ejkernel.kernels._linear.problem import LinearProblem, state_dtype
@@ -57,9 +56,7 @@ def lightning_decay(heads: int, layer_idx: int, num_layers: int, dtype: np.dtype
         >>> lightning_decay(4, 0, 12).tolist()
         [-0.0, -2.0, -4.0, -6.0]
     """
-    for name, value in (("layer_idx", layer_idx), ("num_layers", num_layers)):
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"{name} must be an int; got {value!r}.")
+    layer_idx, num_layers = as_int("layer_idx", layer_idx), as_int("num_layers", num_layers)
     if num_layers < 1 or not 0 <= layer_idx < num_layers:
         raise ValueError(f"layer_idx must be from 0 to num_layers - 1 = {num_layers - 1}; got {layer_idx}.")
     return -(8 / max(heads, 1) * (1 - layer_idx / num_layers)) * jnp.arange(heads, dtype=dtype)

@@ -22,6 +22,7 @@ class LinearKernel(RegistryKernel[LinearConfig, Any]):
     """A linear operation as the executor sees it: solves a `LinearProblem`."""
 
     not_of_the_problem = ("platform", "return_state")
+    numbers = ("layer_idx", "num_layers")
 
     def problem(self, *args: Any, **kwargs: Any) -> LinearProblem:
         """Without what no choice depends on: the scale's value, and the rank that a packed call came in."""
@@ -32,6 +33,7 @@ class LinearKernel(RegistryKernel[LinearConfig, Any]):
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Offsets whose values are known are checked; a list of them becomes an array."""
+        args, kwargs = super().prepare(args, kwargs)
         place = list(self.parameters().parameters).index("cu_seqlens")
         given = args[place] if len(args) > place else kwargs.get("cu_seqlens")
         query = args[0] if args else kwargs.get("query")

@@ -8,6 +8,9 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
+import jax
+import numpy as np
+
 from ejkernel.kernels._implementation import Implementation, PlatformFunction, Signature
 from ejkernel.kernels._registry import Backend, KernelRegistry, Platform, Registered, as_platform, kernel_registry
 from ejkernel.ops import Invocation, Kernel
@@ -29,12 +32,13 @@ class RegistryKernel(Kernel[Cfg, Out]):
     signature: ClassVar[Signature[Any]]
     registry: ClassVar[KernelRegistry] = kernel_registry
     not_of_the_problem: ClassVar[tuple[str, ...]] = ("platform",)  # arguments that the problem does not depend on
+    numbers: ClassVar[tuple[str, ...]] = ()  # arguments that must be known numbers, whatever kind of scalar holds them
     _parameters: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
         if "signature" in cls.__dict__:
             cls.op_id, cls._config_cls = cls.signature.name, cls.signature.config
+        super().__init_subclass__(**kwargs)
 
     @classmethod
     def called_by_users(cls, function: Function) -> Function:
@@ -46,6 +50,11 @@ class RegistryKernel(Kernel[Cfg, Out]):
 
     def parameters(self) -> inspect.Signature:
         return self._parameters
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Numpy's scalars are numbers that are known, not data: a scale or a layer given as one compiles as Python's would."""
+        args = tuple(x.item() if isinstance(x, np.generic) else x for x in args)
+        return args, {name: _known(x) if name in self.numbers or isinstance(x, np.generic) else x for name, x in kwargs.items()}
 
     def problem(self, *args: Any, **kwargs: Any) -> Any:
         named = named_arguments(self, args, kwargs)
@@ -155,6 +164,14 @@ class RegistryKernel(Kernel[Cfg, Out]):
         assert self._config_cls is not None
         if not isinstance(cfg, self._config_cls):
             raise TypeError(f"cfg must be of class {self._config_cls.__name__} or None; got {type(cfg).__name__}.")
+
+
+def _known(x: Any) -> Any:
+    """A scalar whose value is known as Python's, also in a tuple; everything else as it is."""
+    if isinstance(x, tuple):
+        return tuple(map(_known, x))
+    scalar = isinstance(x, (np.generic, np.ndarray, jax.Array)) and x.shape == () and not isinstance(x, jax.core.Tracer)
+    return x.item() if scalar else x
 
 
 def _check_agreement(asked: Platform, cfg: Any) -> None:

@@ -40,6 +40,7 @@ class Attention(RegistryKernel[AttentionConfig, Any]):
     """Softmax attention as the executor sees it: solves an `AttentionProblem`."""
 
     signature = ATTENTION
+    numbers = ("logits_soft_cap", "dropout_prob", "sliding_window")
 
     def problem(self, *args: Any, **kwargs: Any) -> AttentionProblem:
         """Without what no choice depends on: the values of scale, cap and dropout, and whether weights are wanted too."""
@@ -52,8 +53,9 @@ class Attention(RegistryKernel[AttentionConfig, Any]):
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What depends on values: the bias that `init_bias` gives, and the packing of segments, which cuDNN reads."""
+        args, kwargs = super().prepare(args, kwargs)
         info, init_bias = kwargs.get("mask_info"), kwargs.get("init_bias")
-        if init_bias is not None:
+        if callable(init_bias):
             given = (args[3] if len(args) > 3 else kwargs.get("bias"), info, kwargs.get("attention_mask"))
             drawn = init_bias() if all(x is None for x in given) else None
             kwargs = {name: x for name, x in kwargs.items() if name != "init_bias"}

@@ -16,6 +16,7 @@ class GLAttention(LinearKernel):
     """`gla_attention` as the executor sees it."""
 
     signature = GLA
+    aliases = ("recurrent_gla",)
 
 
 @GLAttention.called_by_users

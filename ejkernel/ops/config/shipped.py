@@ -1,8 +1,8 @@
 """Tuned configurations that come with the package, by device kind.
 
-`ejkernel/ops/defaults/<device>.json` says for each call that was measured on that device who won: `"heuristic"`, or the fields of
-another configuration with the record of its race. A device without an entry for a call uses that of a near relative; versions
-of libraries are not compared, since a good configuration outlives them. A call that is in no file is tuned.
+`ejkernel/ops/defaults/<device>.json` says for each call that was measured on that device who won: `"heuristic"`, or the fields
+of another configuration with the record of its race. A device without an entry for a call uses that of a near relative;
+versions of libraries are not compared, since a good configuration outlives them. A call that is in no file is tuned.
 """
 
 from __future__ import annotations
