@@ -62,6 +62,11 @@ class Entry:
         return self.record.get("seconds")
 
     @property
+    def route(self) -> str | None:
+        """The name of the way that a call takes with the configuration; None where it was not kept, or there is only one."""
+        return self.record.get("route")
+
+    @property
     def gain(self) -> float | None:
         """The heuristic's time over this one's."""
         heuristic = self.record.get("heuristic_seconds")
@@ -95,6 +100,7 @@ class Entry:
             "operation": name_of(self.op_id),
             "level": self.level,
             "config": dict(self.fields),
+            "route": self.route,
             "seconds": self.seconds,
             "usable_here": self.here,
             "call": self.call,
@@ -140,7 +146,8 @@ def recorded_entries(file: Path) -> list[Entry]:
     """What a run picked."""
     present = environment(default_device())
     choices = recorded_choices(file)
-    return [Entry(c["key"], c["level"], c["config"], c["record"], _same(c["key"], present)) for c in choices]
+    with_route = lambda c: c["record"] | ({} if c.get("route") is None else {"route": c["route"]})
+    return [Entry(c["key"], c["level"], c["config"], with_route(c), _same(c["key"], present)) for c in choices]
 
 
 def _same(key: str, present: Mapping[str, str]) -> bool:
