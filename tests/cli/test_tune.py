@@ -110,7 +110,11 @@ def test_a_recorded_call_that_cannot_be_made_again_says_why(run, tuned, tmp_path
     assert "another key" in found["calls"][0]["reason"]
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"format":1,"kind":"ejkernel choices","choices":[{}]}'])
+RECORDED = '{"format":1,"kind":"ejkernel choices","choices":['
+NO_ROUTE = '{"key":"{}","level":"disk","config":{},"record":{},"route":3}'
+
+
+@pytest.mark.parametrize("content", ["", "{}", RECORDED + "{}]}", RECORDED + NO_ROUTE + "]}"])
 def test_a_damaged_record_is_refused(run, tmp_path, content):
     (tmp_path / "run.json").write_text(content)
     assert "is not a recorded run" in run("tune", "--recorded", tmp_path / "run.json", code=1).words

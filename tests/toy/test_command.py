@@ -8,7 +8,9 @@ import textwrap
 
 import pytest
 
+from ejkernel.testing.record import register
 from tests.toy import kernels
+from tests.toy.record import DECAYED_SUM
 
 pytest.importorskip("typer", reason="the command needs the extra 'cli'")
 
@@ -73,3 +75,8 @@ def test_a_platform_is_one_directory(run, tmp_path, monkeypatch):
     kernels.registry._visited.discard(("decayed_sum", "triton"))
     importlib.invalidate_caches()
     assert "6 passed, 0 refused, 0 failed" in run(*before, code=0).words
+
+
+def test_a_name_is_taken_once():
+    with pytest.raises(ValueError, match=r"'decayed_sum' is taken: there is a record of decayed_sum"):
+        register(DECAYED_SUM)
