@@ -37,7 +37,7 @@ def test_list_by_operation(run, entry):
     for name in ("gla_attention", "gla", "recurrent_gla"):
         assert [one["operation"] for one in stored(run, "--op", name)] == ["gla_attention"] * 2
     assert [one["operation"] for one in stored(run, "--op", "my_own_kernel,attention")] == ["attention", "my_own_kernel"]
-    assert "--op must be one of attention, gla_attention" in run("cache", "list", "--op", "nothing", code=2).words
+    assert "--op must be one of attention, " in run("cache", "list", "--op", "nothing", code=2).words
 
 
 def test_show_has_losers_and_reasons(run, entry):

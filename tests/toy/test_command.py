@@ -18,10 +18,13 @@ LOADED = ("--load", "tests.toy", "--op", "decayed_sum")
 
 
 def test_verify_runs_every_implementation_with_every_candidate(run):
-    found = run("verify", *LOADED, "--candidates", "--json", code=0).json
+    found = run("verify", *LOADED, "--candidates", "--no-gradients", "--json", code=0).json
     rows = {row["platform"]: (row["passed"], row["refused"], row["failed"]) for row in found["summary"]}
     assert rows == {"xla": (18, 0, 0), "pallas": (10, 1, 0)}
-    assert "refused decayed_sum pallas: 1 case: it holds up to 128 channels" in run("verify", *LOADED, "--no-gradients").words
+    (refused,) = [case for case in found["cases"] if case["status"] == "refused"]
+    assert (refused["case"], refused["reason"]) == ("wide", "it holds up to 128 channels; x has 200")
+    (row,) = run("verify", *LOADED, "--case", "plain", "--platform", "pallas", "--json", code=0).json["summary"]
+    assert 0 < row["gradient_error"] < row["gradient_limit"]
 
 
 def test_bench_measures_it_against_its_rival(run, tmp_path):
