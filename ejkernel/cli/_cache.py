@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from ejkernel.cli._entries import (
     shipped_entries,
     stored_entries,
 )
-from ejkernel.cli._operations import OPERATIONS, name_of, words
+from ejkernel.cli._operations import name_of, words
 from ejkernel.cli._screen import count, duration, fail, interactive, print_json, ratio, screen, table, wrong_use
 from ejkernel.ops.config import exchange
 from ejkernel.ops.config.persistent import (
@@ -31,6 +31,7 @@ from ejkernel.ops.config.persistent import (
     expanded,
     write_atomically,
 )
+from ejkernel.testing.record import find, records
 
 app = typer.Typer(
     help="List, show, export, import and clear tuned configurations.", no_args_is_help=True, rich_markup_mode=None
@@ -169,7 +170,7 @@ def import_(
     folder = _folder(cache_dir)
     merged = exchange.merge(*(_text(file) for file in files))
     check_writable(folder, "nothing would be imported")
-    taken = exchange.loads(merged, PersistentCache(OPERATIONS[0].op_id, folder))
+    taken = exchange.loads(merged, PersistentCache(records()[0].op_id, folder))
     offered = len(exchange.parse(merged))
     if as_json:
         print_json({"folder": str(folder), "offered": offered, "imported": taken})
@@ -227,14 +228,19 @@ def _folder(cache_dir: Path | None) -> Path:
 
 def _op_ids(op: Sequence[str] | None, others: Sequence[str]) -> list[str]:
     """The ids that `--op` names, of our operations or of `others` (a user's own kernels)."""
-    by_name = {one.name: one.op_id for one in OPERATIONS}
-    op_ids = [by_name.get(word, word) for word in words(op)]
-    known = {*by_name.values(), *others}
+    known = {*(one.op_id for one in records()), *others}
+    op_ids = [name for word in words(op) for name in _ids_of(word, known)]
     unknown = [name for name in op_ids if name not in known]
     if unknown:
         legal = ", ".join(sorted({name_of(name) for name in known}))
         wrong_use(f"--op must be one of {legal}; got {', '.join(map(repr, unknown))}.")
     return op_ids
+
+
+def _ids_of(word: str, known: Collection[str]) -> list[str]:
+    """The ids that a word means: of an operation all that stand for it, older ones too; of anything else the word."""
+    record = find(word)
+    return [word] if record is None else [op_id for op_id in sorted(known) if record.answers_to(op_id)]
 
 
 def _refuse_idle_folder(context: typer.Context, recorded: Path | None) -> None:
@@ -304,6 +310,8 @@ def _describe(console: Console, entry: Entry) -> None:
     facts = table(["!", ""])
     facts.show_header = False
     facts.add_row("configuration", entry.config())
+    if entry.route is not None:
+        facts.add_row("route", str(entry.route))
     for name, text in entry.arrays().items():
         facts.add_row(name, text)
     for name, text in entry.call.get("static", {}).items():

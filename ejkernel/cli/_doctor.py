@@ -13,8 +13,8 @@ from rich.text import Text
 
 from ejkernel._version import __version__
 from ejkernel.cli import _options
-from ejkernel.cli._operations import OPERATIONS, name_of
 from ejkernel.cli._screen import count, print_json, screen, table
+from ejkernel.testing.record import find, records
 
 LIBRARIES = ("jax", "jaxlib", "numpy", "triton", "torch", "flash-linear-attention", "matplotlib")
 
@@ -88,12 +88,10 @@ def _device() -> dict[str, Any]:
 def _operations() -> dict[str, dict[str, str | None]]:
     from ejkernel.kernels._registry import kernel_registry
 
-    ours = [op.op_id for op in OPERATIONS]
-    others = [name for name in kernel_registry.list_algorithms() if name not in ours]
-    return {
-        name_of(op_id): {str(where): reason for where, reason in kernel_registry.status(op_id).items()}
-        for op_id in (*ours, *others)
-    }
+    found = {op.name: op.registry.status(op.op_id) for op in records()}
+    others = [name for name in kernel_registry.list_algorithms() if find(name) is None]
+    found |= {name: kernel_registry.status(name) for name in others}
+    return {name: {str(where): reason for where, reason in status.items()} for name, status in found.items()}
 
 
 def _cache() -> dict[str, Any]:
@@ -119,16 +117,14 @@ def _cache() -> dict[str, Any]:
 
 
 def _policy() -> dict[str, Any]:
-    from ejkernel import modules
     from ejkernel._device import backend_of, default_device
     from ejkernel.ops import AutotunePolicy
     from ejkernel.ops.config.policy import VARIABLE
 
-    kernels = (modules.RecurrentAttention, modules.GLAttention, modules.LightningAttention, modules.Attention)
     found: dict[str, Any] = {"variable": VARIABLE, "set_to": os.environ.get(VARIABLE) or None}
     try:
         backend = backend_of(default_device())
-        found["miss"] = {name_of(kernel.op_id): AutotunePolicy().fallback(kernel(), backend) for kernel in kernels}
+        found["miss"] = {op.name: AutotunePolicy().fallback(op.kernel(), backend) for op in records()}
     except ValueError as problem:
         found["error"] = str(problem)
     return found

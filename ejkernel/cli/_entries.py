@@ -71,6 +71,11 @@ class Entry:
         return None if self.unreadable else self.record.get("seconds")
 
     @property
+    def route(self) -> str | None:
+        """The name of the way that a call takes with the configuration; None where it was not kept, or there is only one."""
+        return self.record.get("route")
+
+    @property
     def gain(self) -> float | None:
         """The heuristic's time over this one's."""
         heuristic = self.record.get("heuristic_seconds")
@@ -108,6 +113,7 @@ class Entry:
             "operation": name_of(self.op_id),
             "level": self.level,
             "config": dict(self.fields),
+            "route": self.route,
             "seconds": self.seconds,
             "usable_here": self.here,
             "unreadable": self.unreadable,
@@ -173,7 +179,8 @@ def recorded_entries(file: Path) -> list[Entry]:
     """What a run picked."""
     present = _present()
     choices = recorded_choices(file)
-    return [Entry(c["key"], c["level"], c["config"], c["record"], _same(c["key"], present)) for c in choices]
+    with_route = lambda c: c["record"] | ({} if c.get("route") is None else {"route": c["route"]})
+    return [Entry(c["key"], c["level"], c["config"], with_route(c), _same(c["key"], present)) for c in choices]
 
 
 def _same(key: str, present: Mapping[str, str] | None) -> bool:

@@ -157,7 +157,9 @@ class Race:
         return self.start + self.tuner.max_seconds - time.monotonic()
 
     def _record(self, winner: Trial, heuristic: Trial) -> dict[str, Any]:
+        route = self.inv.kernel.route(self.inv, winner.config)
         return {
+            **({} if route is None else {"route": route}),
             "seconds": winner.seconds,
             "heuristic_seconds": heuristic.seconds,
             "heuristic": to_fields(heuristic.config),

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -48,7 +49,7 @@ def save(choices: Iterable[Chosen], path: str | os.PathLike[str]) -> Path:
 
 
 def load(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The choices of a file that `save` wrote: key, level, config, record and call of each.
+    """The choices of a file that `save` wrote: key, level, config, record, route and call of each; older ones have no route.
 
     Raises:
         ValueError: it is no such file.
@@ -66,6 +67,8 @@ def load(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for number, choice in enumerate(choices):
         if not isinstance(choice, dict) or not all(isinstance(choice.get(name), kind) for name, kind in kinds.items()):
             raise ValueError(f"choice {number} must have a key and a level (strings), a config and a record (objects)")
+        if not isinstance(choice.get("route"), (str, NoneType)):
+            raise ValueError(f"the route of choice {number} must be a string; got {choice['route']!r}")
     return choices
 
 
@@ -95,7 +98,7 @@ def _choice(chosen: Chosen) -> dict[str, Any]:
         fields = to_fields(chosen.config)
     except TypeError:  # a user's kernel may have configurations that are no dataclasses; they are never stored
         fields = {"value": repr(chosen.config)}
-    written = {"key": chosen.key, "level": chosen.level, "config": fields, "record": dict(chosen.record)}
+    written = {"key": chosen.key, "level": chosen.level, "config": fields, "record": dict(chosen.record), "route": chosen.route}
     try:
         if chosen.invocation is None:
             raise NotRecordable("its arguments were not kept")

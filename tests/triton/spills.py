@@ -14,7 +14,7 @@ SLACK = 1.25  # compilers differ by this much (Triton 3.6 to 3.9)
 
 class Spill(NamedTuple):
     capability: int
-    call: str  # of benchmarks.triton_resources.CALLS
+    call: str  # of ejkernel.testing.triton_calls.CALLS
     kernel: str
     most: int  # bytes a thread
     reason: str

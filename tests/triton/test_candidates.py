@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
 import ejkernel.kernels._triton.recurrent._launch  # noqa: F401  # a module whose triton_call is replaced below
-from benchmarks.triton_resources import arguments
+from ejkernel.testing.triton_calls import arguments
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.platform_function import recurrent_problem
 from ejkernel.kernels._triton.recurrent import recurrent

@@ -12,7 +12,7 @@ from tests.triton.processes import outside
 LOWER = """
 import json
 import jax, jax.numpy as jnp
-from benchmarks.triton_resources import arguments
+from ejkernel.testing.triton_calls import arguments
 from ejkernel.callib import compile_for
 from ejkernel.kernels._triton.lightning_attn import lightning_attn
 from ejkernel.kernels._triton.recurrent import recurrent

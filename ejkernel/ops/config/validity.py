@@ -10,7 +10,7 @@ from typing import Any
 from ejkernel.ops.key import check_op_id
 
 _NUMBERS = ("seconds", "heuristic_seconds", "tuning_seconds")
-_TEXTS = ("time", "measured", "note", "failed", "shipped_for", "not_tuned")
+_TEXTS = ("route", "time", "measured", "note", "failed", "shipped_for", "not_tuned")
 _OBJECTS = ("heuristic", "environment", "shapes")
 
 
