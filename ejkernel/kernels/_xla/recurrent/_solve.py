@@ -1,8 +1,8 @@
 """A linear-attention problem solved by XLA, differentiable in both modes.
 
 Reverse mode is the chunked backward pass with the inputs and one state per slot as residuals; forward mode differentiates
-the forward loops. Both hang on one derivative rule through `linear_map`, so `jax.jvp`, `jax.grad` and their compositions work; derivatives
-of derivatives are JAX's own, of the chunked form.
+the forward loops. Both hang on one derivative rule through `linear_map`, so `jax.jvp`, `jax.grad` and their compositions
+work; derivatives of derivatives are JAX's own, of the chunked form.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from ejkernel._varying import alike
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
+from ejkernel.kernels._xla._transposable import call, linear_map
 from ejkernel.kernels._xla.recurrent import _walk
 from ejkernel.kernels._xla.recurrent._heuristics import chunks_together
-from ejkernel.kernels._xla.recurrent._transposable import call, linear_map
 from ejkernel.kernels._xla.recurrent._walk import Plan
 
 Array = jax.Array
