@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
+from ejkernel._meshes import repeat
 from ejkernel.types.mask import MaskInfo
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -146,7 +147,7 @@ def _plane(argument: str, value: Array, shape: Shape) -> Array:
 def both(a: Bool[Array, "b h t s"], b: Bool[Array, "b h t s"], shape: Shape) -> Bool[Array, "b h t s"]:
     """The pairs that both masks keep; a mask per key head meets one per query head as one per query head."""
     if a.shape[1] != b.shape[1] and 1 not in (a.shape[1], b.shape[1]):
-        a, b = (jnp.repeat(m, shape.heads // m.shape[1], axis=1) for m in (a, b))
+        a, b = (repeat(m, shape.heads // m.shape[1], axis=1) for m in (a, b))
     return a & b
 
 
@@ -180,7 +181,7 @@ def sinks(softmax_aux: Any, shape: Shape, dtype: Any) -> Float[Array, " H"] | No
     total = jnp.exp(rows - top).sum(1)
     # A head whose sinks are all -inf has none; log(0) would make the gradient NaN.
     joined = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + top[:, 0], -jnp.inf)
-    return jnp.repeat(joined, shape.heads // rows.shape[0])
+    return repeat(joined, shape.heads // rows.shape[0], axis=0)
 
 
 def dropout_words(shape: Shape, deterministic: bool, prob: float, rng: Any) -> UInt32[Array, "B H T 2"] | None:

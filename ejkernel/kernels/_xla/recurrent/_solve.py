@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from ejkernel._meshes import run_partitioned
 from ejkernel._varying import alike
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
 from ejkernel.kernels._xla._transposable import call, linear_map
@@ -36,8 +37,13 @@ def solve(problem: LinearProblem, cfg: LinearConfig) -> tuple[Array, Array]:
         return empty, jnp.zeros((problem.sequences, H, K, V), problem.state_dtype) if state is None else state
     given = ((name, getattr(problem, name)) for name in (*DIFFERENTIABLE, "cu_seqlens"))
     arrays = alike({name: x for name, x in given if x is not None})
-    cu_seqlens = arrays.pop("cu_seqlens", None)
-    return _solve(_plan(problem, cfg), arrays, cu_seqlens)
+    plan = _plan(problem, cfg)
+
+    def run(arrays: dict[str, Array]) -> tuple[Array, Array]:
+        cu_seqlens = arrays.pop("cu_seqlens", None)
+        return _solve(plan, arrays, cu_seqlens)
+
+    return run_partitioned(run, arrays, *problem.splits())
 
 
 def _plan(problem: LinearProblem, cfg: LinearConfig) -> Plan:
