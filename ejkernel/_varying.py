@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 from jax import lax
 
@@ -15,3 +17,13 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The array, marked as varying over these mesh axes too."""
     missing = tuple(sorted(axes - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def alike(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays, each marked as varying over the mesh axes that any of them varies over.
+
+    An operation with a derivative of its own needs this of its arguments: a gradient then varies as its argument does, and
+    the derivative of the marking is the sum over the mesh that the gradient of a replicated argument needs.
+    """
+    axes = varying_axes(*arrays.values())
+    return {name: vary(x, axes) for name, x in arrays.items()}

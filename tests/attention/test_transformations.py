@@ -83,14 +83,42 @@ def test_checkpoint_and_scan(cfg):
     close(jax.jit(jax.grad(lambda q: layers(q).sum()))(q), unrolled)
 
 
-def test_forward_mode_on_the_direct_schedule():
-    q, k, v = arrays(2)
-    fun, direction = call(CONFIGS[0]), jnp.ones_like(q)
-    value, tangent = jax.jvp(lambda q: fun(q, k, v), (q,), (direction,))
-    step = 1e-2
-    difference = (fun(q + step * direction, k, v) - fun(q - step * direction, k, v)) / (2 * step)
-    close(value, fun(q, k, v))
-    np.testing.assert_allclose(tangent, difference, atol=1e-3)
+def everything(cfg, q, k, v, bias, sinks, scale):
+    """A call with all that has a gradient, packed and with dropout; the second sequence is padding."""
+    return attention(
+        q, k, v, bias, jax.random.key(5), sinks, mask_info=MaskInfo.from_segments(jnp.array([[0] * 7 + [-1] * 2 + [1] * 4])),
+        causal=True, deterministic=False, dropout_prob=0.3, logits_soft_cap=2.0, softmax_scale=scale, dtype=None,
+        return_weights=False, cfg=cfg,
+    )  # fmt: skip
+
+
+@both_schedules
+def test_forward_mode_equals_reverse_mode(cfg):
+    args = (*arrays(1, length=13), jnp.sin(jnp.arange(13.0)), jnp.array([0.3, -jnp.inf]), jnp.float32(0.4))
+    tangents = jax.tree.map(lambda x: jnp.cos(3 * jnp.where(jnp.isfinite(x), x, 0)), args)
+    function = functools.partial(everything, cfg)
+    output, moved = jax.jit(lambda *t: jax.jvp(function, args, t))(*tangents)
+    pulled = jax.vjp(function, *args)[1](jnp.sin(output))
+    reverse = sum(jnp.vdot(x, y) for x, y in zip(pulled, tangents, strict=True))
+    np.testing.assert_allclose(jnp.vdot(jnp.sin(output), moved), reverse, rtol=1e-4)
+
+
+def test_derivatives_of_derivatives_are_those_of_the_direct_schedule():
+    args = (*arrays(1, length=13), jnp.sin(jnp.arange(13.0)), jnp.array([0.3, -0.2]), jnp.float32(0.4))
+    tangents = jax.tree.map(lambda x: jnp.cos(3 * x), args)
+    every = tuple(range(len(args)))
+
+    def second(cfg, args, reverse):
+        slopes = jax.grad(lambda *args: jnp.sum(jnp.sin(everything(cfg, *args))), every)
+        if not reverse:
+            return jax.jvp(slopes, args, tangents)[1]
+        along = lambda *args: sum(jnp.vdot(x, y) for x, y in zip(slopes(*args), tangents, strict=True))
+        return jax.grad(along, every)(*args)
+
+    want = jax.jit(functools.partial(second, CONFIGS[0], reverse=False))(args)
+    for reverse in (False, True):
+        got = jax.jit(functools.partial(second, CONFIGS[1], reverse=reverse))(args)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
 @both_schedules

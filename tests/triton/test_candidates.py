@@ -10,12 +10,13 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-import ejkernel.kernels._triton.recurrent._launch  # noqa: F401  # a module whose triton_call is replaced below
-from ejkernel.testing.triton_calls import arguments
-from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.platform_function import recurrent_problem
+
+import ejkernel.kernels._triton.recurrent._launch  # noqa: F401  # a module whose triton_call is replaced below
+from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton.recurrent import recurrent
 from ejkernel.kernels._triton.recurrent._candidates import MOST, candidates, refusal
+from ejkernel.testing.triton_calls import arguments
 from tests.triton.processes import outside
 
 GATES = [(), ("g",), ("g_gamma",), ("gk",), ("gv",), ("gk", "gv")]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt32
 
+from ejkernel._meshes import repeat
 from ejkernel._numbers import as_array, as_dtype, as_flag, as_float
 from ejkernel.types.mask import MaskInfo
 
@@ -142,7 +143,7 @@ def _plane(argument: str, value: Array, shape: Shape) -> Array:
 def both(a: Bool[Array, "b h t s"], b: Bool[Array, "b h t s"], shape: Shape) -> Bool[Array, "b h t s"]:
     """The pairs that both masks keep; a mask per key head meets one per query head as one per query head."""
     if a.shape[1] != b.shape[1] and 1 not in (a.shape[1], b.shape[1]):
-        a, b = (jnp.repeat(m, shape.heads // m.shape[1], axis=1) for m in (a, b))
+        a, b = (repeat(m, shape.heads // m.shape[1], axis=1) for m in (a, b))
     return a & b
 
 
@@ -176,7 +177,7 @@ def sinks(softmax_aux: Any, shape: Shape, dtype: Any) -> Float[Array, " H"] | No
     total = jnp.exp(rows - top).sum(1)
     # A head whose sinks are all -inf has none; log(0) would make the gradient NaN.
     joined = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + top[:, 0], -jnp.inf)
-    return jnp.repeat(joined, shape.heads // rows.shape[0])
+    return repeat(joined, shape.heads // rows.shape[0], axis=0)
 
 
 def dropout_words(shape: Shape, deterministic: bool, prob: float, rng: Any) -> UInt32[Array, "B H T 2"] | None:

@@ -212,6 +212,23 @@ class AttentionProblem:
         split = {1: (1, 1), self.kv_heads: (self.kv_heads, 1), self.heads: (self.kv_heads, self.groups)}[plane.shape[1]]
         return plane.reshape(plane.shape[0], *split, *plane.shape[2:])
 
+    @staticmethod
+    def roles() -> dict[str, tuple[str, ...]]:
+        """What the axes of each array are."""
+        plane = ("batch", "heads", "queries", "keys")
+        return {
+            "query": ("batch", "queries", "heads", "channels"),
+            "key": ("batch", "keys", "heads", "channels"),
+            "value": ("batch", "keys", "heads", "value channels"),
+            "bias": plane,
+            "mask": plane,
+            **dict.fromkeys(("q_segment_ids", "q_positions"), ("batch", "queries")),
+            **dict.fromkeys(("kv_segment_ids", "kv_positions"), ("batch", "keys")),
+            "sinks": ("heads",),
+            "dropout_words": ("batch", "heads", "queries", "words"),
+            "traced_scale": (),
+        }
+
     @property
     def static_fields(self) -> dict[str, Any]:
         """The fields that are not arrays, by name."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel._meshes import repeat
 from ejkernel._numbers import as_array, as_flag, as_float, as_numpy, checked_offsets
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -164,7 +165,7 @@ def _packed_hint(packed_rank3: bool) -> str:
 
 def _add_gates(dims: Dims, a: jax.Array, b: jax.Array) -> jax.Array:
     if a.shape[2] != b.shape[2]:  # one has a gate for each query head, the other for each kv head
-        a, b = (x if x.shape[2] == dims.H else jnp.repeat(x, dims.H // dims.Hkv, axis=2) for x in (a, b))
+        a, b = (x if x.shape[2] == dims.H else repeat(x, dims.H // dims.Hkv, axis=2) for x in (a, b))
     wide = jnp.promote_types(jnp.float32, jnp.promote_types(a.dtype, b.dtype))
     return a.astype(wide) + b.astype(wide)
 

@@ -113,6 +113,24 @@ class LinearProblem:
         """What a platform writes: query's dtype, or the state's when a traced scale is still to be applied."""
         return self.query.dtype if self.traced_scale is None else self.state_dtype
 
+    def splits(self) -> tuple[dict[str, tuple[str, ...]], tuple[tuple[str, ...], ...], tuple[str, ...], str]:
+        """What the axes of the arrays are, what those of output and state are, which may be split, and what to do else."""
+        token = ("batch", "time", "heads")
+        sequence = "batch" if self.cu_seqlens is None else "packed sequences"
+        roles = {
+            **dict.fromkeys(("query", "key", "gk"), (*token, "key channels")),
+            **dict.fromkeys(("value", "gv"), (*token, "value channels")),
+            "g": token,
+            "g_gamma": (sequence, "heads"),
+            "initial_state": (sequence, "heads", "key channels", "value channels"),
+            "cu_seqlens": (sequence,),
+        }
+        advice = (
+            "A state goes through all tokens of a sequence and holds all channels of a head, so only batch and heads are "
+            "split: gather the other axis first, with jax.sharding.reshard(x, jax.P(...)) that names None there."
+        )
+        return roles, (roles["value"], roles["initial_state"]), ("batch", "heads"), advice
+
     def finish(self, output: jax.Array) -> jax.Array:
         """A platform's output `[B, T, H, V]` as the user gets it: scaled if the scale was traced, in the rank that came."""
         if self.traced_scale is not None:

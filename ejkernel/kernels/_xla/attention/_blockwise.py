@@ -14,20 +14,25 @@ Backward, over the same tiles, with p = exp(logits - lse) recomputed and delta =
 
 and the way from d_logits to scores and bias is JAX's own gradient of `finish`.
 A sink is a logit that is there before the first block: it starts `top` and `total`.
+
+Forward mode differentiates the forward loops; derivatives of derivatives are those of the direct form, which keeps all scores.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from ejkernel._varying import vary, varying_axes
+from ejkernel.kernels._attention.direct import direct_output
 from ejkernel.kernels._attention.logits import (
     Tile,
     alike_varying,
@@ -43,6 +48,7 @@ from ejkernel.kernels._attention.logits import (
     sum_dtype,
 )
 from ejkernel.kernels._attention.problem import AttentionProblem
+from ejkernel.kernels._xla._transposable import call, linear_map
 from ejkernel.kernels._xla.attention._visits import visits
 
 
@@ -65,12 +71,14 @@ def blockwise_output(problem: AttentionProblem, block_q: int, block_k: int) -> F
     if 0 in problem.query.shape or kv_len == 0:
         return jnp.zeros((*problem.query.shape[:3], problem.value_dim), problem.dtype)
     blocks = Blocks(min(block_q, q_len), min(block_k, kv_len), kv_len)
-    problem = alike_varying(_padded(problem, -q_len % blocks.size_q, -kv_len % blocks.size_k))
-    return _attend(blocks, problem)[:, :q_len]
+    # A packing's rows say nothing that its segment ids do not.
+    leaves, form = jax.tree.flatten(alike_varying(dataclasses.replace(problem, packing=None)))
+    return _attend(blocks, form, leaves)
 
 
-def _padded(problem: AttentionProblem, more_q: int, more_k: int) -> AttentionProblem:
+def _padded(problem: AttentionProblem, blocks: Blocks) -> AttentionProblem:
     """The problem with padding after the last query and the last key; axes that do not vary stay as they are."""
+    more_q, more_k = -problem.q_len % blocks.size_q, -problem.kv_len % blocks.size_k
 
     def pad(name: str, axis: int, more: int, fill: int = 0) -> None:
         x = getattr(problem, name)
@@ -89,14 +97,86 @@ def _padded(problem: AttentionProblem, more_q: int, more_k: int) -> AttentionPro
     return dataclasses.replace(problem, **changed) if changed else problem
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(blocks: Blocks, problem: AttentionProblem) -> Float[Array, "B T H V"]:
-    return _forward(blocks, problem)[0]
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _attend(blocks: Blocks, form: Any, leaves: list[Array]) -> Float[Array, "B T H V"]:
+    """The output of the problem that has these arrays, in the form that `jax.tree.flatten` gives."""
+    return call(_Attend(blocks, form), *leaves)[0]
 
 
-def _attend_fwd(blocks: Blocks, problem: AttentionProblem) -> tuple[Array, tuple[AttentionProblem, Array, Array]]:
-    output, lse = _forward(blocks, problem)
-    return output, (problem, output, lse)
+@functools.partial(_attend.defjvp, symbolic_zeros=True)
+def _attend_jvp(blocks: Blocks, form: Any, primals: Any, tangents: Any) -> Any:
+    (leaves,), (moved,) = primals, tangents
+    output, lse = call(_Attend(blocks, form, keep_lse=True), *leaves)
+    moving = tuple(i for i, t in enumerate(moved) if not isinstance(t, SymbolicZero))
+    if not moving:
+        return output, jnp.zeros_like(output)
+    tangent = _Derivative(blocks, form, moving)
+    transpose = dataclasses.replace(tangent, transposed=True)
+    return output, linear_map(tangent, transpose, [*leaves, output, lse], [moved[i] for i in moving])[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attend:
+    """`(*leaves) -> (output)`, and the log of the softmax's sum when the gradient wants it (see `_transposable`)."""
+
+    blocks: Blocks
+    form: Any
+    keep_lse: bool = False
+    is_plain: bool = False
+
+    def __call__(self, *leaves: Array) -> list[Array]:
+        problem = jax.tree.unflatten(self.form, leaves)
+        if self.is_plain:
+            lse = jax.eval_shape(functools.partial(_forward, self.blocks), problem)[1]
+            return [direct_output(problem), jnp.zeros(lse.shape, lse.dtype)][: 1 + self.keep_lse]
+        return list(_forward(self.blocks, problem))[: 1 + self.keep_lse]
+
+    def plain(self) -> _Attend:
+        return dataclasses.replace(self, is_plain=True)
+
+    def varies(self, mapped: Sequence[bool]) -> tuple[bool, ...]:
+        return (any(mapped),) * (1 + self.keep_lse)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Derivative:
+    """The derivative of `_attend` in the `moving` leaves, or its transpose.
+
+    `(*leaves, output, lse, *tangents of moving) -> (d_output)`, transposed
+    `(*leaves, output, lse, d_output) -> cotangents of moving`.
+    """
+
+    blocks: Blocks
+    form: Any
+    moving: tuple[int, ...]
+    transposed: bool = False
+    is_plain: bool = False
+
+    def __call__(self, *flat: Array) -> list[Array]:
+        count = self.form.num_leaves
+        leaves, (output, lse, *rest) = list(flat[:count]), flat[count:]
+
+        def run(*some: Array) -> Array:
+            changed = list(leaves)
+            for i, x in zip(self.moving, some, strict=True):
+                changed[i] = x
+            problem = jax.tree.unflatten(self.form, changed)
+            return direct_output(problem) if self.is_plain else _forward(self.blocks, problem)[0]
+
+        some = tuple(leaves[i] for i in self.moving)
+        if not self.transposed:
+            return [jax.jvp(run, some, tuple(rest))[1]]
+        if self.is_plain:
+            return list(jax.vjp(run, *some)[1](rest[0]))
+        found = _backward(self.blocks, jax.tree.unflatten(self.form, leaves), output, lse, rest[0])
+        grads = self.form.flatten_up_to(found)
+        return [grads[i] for i in self.moving]
+
+    def plain(self) -> _Derivative:
+        return dataclasses.replace(self, is_plain=True)
+
+    def varies(self, mapped: Sequence[bool]) -> tuple[bool, ...]:
+        return (any(mapped),) * (len(self.moving) if self.transposed else 1)
 
 
 def _start(problem: AttentionProblem, shape: tuple[int, ...], fill: float, dtype: Any) -> Array:
@@ -104,8 +184,11 @@ def _start(problem: AttentionProblem, shape: tuple[int, ...], fill: float, dtype
     return vary(jnp.full(shape, fill, dtype), varying_axes(problem.query))
 
 
+# Jitted, so that JAX traces the loops once for all that it asks of them.
+@functools.partial(jax.jit, static_argnums=(0,))
 def _forward(blocks: Blocks, problem: AttentionProblem) -> tuple[Float[Array, "B T H V"], Float[Array, "B Hkv G T"]]:
     """The output and the log of the softmax's sum; +inf where nothing is attended to, so that exp(x - lse) is 0."""
+    q_len, problem = problem.q_len, _padded(problem, blocks)
     start = functools.partial(_start, problem)
     wide, sums, plan = problem.accumulation_dtype, sum_dtype(problem), visits(problem, blocks.size_q, blocks.size_k)
     order = jnp.asarray(plan.order)
@@ -115,7 +198,7 @@ def _forward(blocks: Blocks, problem: AttentionProblem) -> tuple[Float[Array, "B
     first = start(rows, -jnp.inf, sums), start(rows, 0, sums)
     if problem.sinks is not None:
         top = start(rows, 0, sums) + problem.sinks.astype(sums).reshape(problem.kv_heads, problem.groups, 1)
-        first = top, (top > -jnp.inf).astype(sums)
+        first = lax.stop_gradient(top), jnp.exp(top - lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top)))
 
     def key_block(i: Array, q: Array, n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, acc = carry  # [B, Hkv, G, q] twice, [B, Hkv, G, q, V]
@@ -123,7 +206,7 @@ def _forward(blocks: Blocks, problem: AttentionProblem) -> tuple[Float[Array, "B
         k, v = (cut(x, 2, tile.start_k, tile.size_k) for x in (key, value))  # [B, Hkv, k, D], [B, Hkv, k, V]
         scores = product(problem, "bhgqd,bhkd->bhgqk", q, k)
         x = finish(problem, scores, cut_bias(problem, tile), keep_mask(problem, tile))
-        new_top = jnp.maximum(top, x.max(-1).astype(sums))
+        new_top = lax.stop_gradient(jnp.maximum(top, x.max(-1).astype(sums)))  # the result does not depend on it
         finite = jnp.where(new_top == -jnp.inf, 0, new_top)
         e = jnp.exp(x - finite[..., None].astype(x.dtype))
         shrink = jnp.exp(top - finite)
@@ -143,7 +226,8 @@ def _forward(blocks: Blocks, problem: AttentionProblem) -> tuple[Float[Array, "B
 
     outputs = start((*problem.query.shape[:3], problem.value_dim), 0, problem.dtype)
     lse = start((*rows[:3], problem.q_len), 0, sums)
-    return lax.fori_loop(0, problem.q_len // blocks.size_q, query_block, (outputs, lse))
+    outputs, lse = lax.fori_loop(0, problem.q_len // blocks.size_q, query_block, (outputs, lse))
+    return outputs[:, :q_len], lse[..., :q_len]
 
 
 class _Gradients(NamedTuple):
@@ -156,10 +240,15 @@ class _Gradients(NamedTuple):
     bias: Array | None  # [b, h, g, t, s]
 
 
-def _attend_bwd(
-    blocks: Blocks, residuals: tuple[AttentionProblem, Array, Array], d_output: Float[Array, "B T H V"]
-) -> tuple[AttentionProblem]:
-    problem, output, lse = residuals
+@functools.partial(jax.jit, static_argnums=(0,))
+def _backward(
+    blocks: Blocks, problem: AttentionProblem, output: Array, lse: Array, d_output: Float[Array, "B T H V"]
+) -> AttentionProblem:
+    """The gradient in the problem's own form; None where there is none."""
+    given, problem = problem, _padded(problem, blocks)
+    after = [(0, problem.q_len - given.q_len)]
+    output, d_output = (jnp.pad(x, [(0, 0), *after, (0, 0), (0, 0)]) for x in (output, d_output))
+    lse = jnp.pad(lse, [(0, 0), (0, 0), (0, 0), *after], constant_values=jnp.inf)
     start = functools.partial(_start, problem)
     wide, plan = problem.accumulation_dtype, visits(problem, blocks.size_q, blocks.size_k)
     order = jnp.asarray(plan.order)
@@ -202,7 +291,7 @@ def _attend_bwd(
         bias=None if problem.bias is None else start(problem.grouped(problem.bias).shape, 0, wide),
     )
     sums = lax.fori_loop(0, problem.q_len // blocks.size_q, query_block, sums)
-    return (_cotangents(problem, sums, lse, delta),)
+    return _cotangents(given, sums, lse, delta)
 
 
 def _add(total: Array, part: Array, starts: dict[int, Any]) -> Array:
@@ -213,23 +302,24 @@ def _add(total: Array, part: Array, starts: dict[int, Any]) -> Array:
 
 
 def _cotangents(problem: AttentionProblem, sums: _Gradients, lse: Array, delta: Array) -> AttentionProblem:
-    """The gradient in the problem's own form; None where there is none."""
-    sinks, bias, scale = problem.sinks, problem.bias, problem.traced_scale
+    """The gradients of a problem from sums over its padded form."""
+    sinks, bias, scale, q_len, kv_len = problem.sinks, problem.bias, problem.traced_scale, problem.q_len, problem.kv_len
     if sinks is not None:
         share = jnp.exp(sinks.reshape(problem.kv_heads, problem.groups, 1).astype(lse.dtype) - lse)  # [B, Hkv, G, T]
         sinks = -(share * delta).sum((0, 3)).reshape(-1).astype(sinks.dtype)
-    d_query = flat_rows(problem, sums.query)
+    d_query = flat_rows(problem, sums.query)[:, :q_len]
     if scale is not None:
         d_query, scale = d_query * scale, (d_query * problem.query).sum().astype(scale.dtype)
+    if bias is not None:
+        assert sums.bias is not None
+        d_bias = sums.bias[:, :, :, : bias.shape[2], : bias.shape[3]]
+        bias = d_bias.reshape(bias.shape).astype(bias.dtype)
     return AttentionProblem(
         query=(d_query * problem.scale).astype(problem.dtype),
-        key=jnp.moveaxis(sums.key, 3, 1).astype(problem.dtype),
-        value=jnp.moveaxis(sums.value, 3, 1).astype(problem.dtype),
-        bias=None if bias is None or sums.bias is None else sums.bias.reshape(bias.shape).astype(bias.dtype),
+        key=jnp.moveaxis(sums.key, 3, 1)[:, :kv_len].astype(problem.dtype),
+        value=jnp.moveaxis(sums.value, 3, 1)[:, :kv_len].astype(problem.dtype),
+        bias=bias,
         sinks=sinks,
         traced_scale=scale,
         **problem.static_fields,
     )
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)

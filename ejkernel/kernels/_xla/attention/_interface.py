@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 from jaxtyping import Array, Float
 
+from ejkernel._meshes import run_partitioned
 from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.kernels._attention.direct import direct_output, direct_weights
 from ejkernel.kernels._attention.operation import ATTENTION
@@ -15,6 +17,8 @@ from ejkernel.kernels._implementation import Implementation
 from ejkernel.kernels._registry import Backend, Platform, backend_of, kernel_registry
 from ejkernel.kernels._xla.attention._blockwise import blockwise_output
 
+OUTPUT, WEIGHTS = ("batch", "queries", "heads", "value channels"), ("batch", "heads", "queries", "keys")
+BLOCKWISE_SPLITS, DIRECT_SPLITS = ("batch", "heads"), ("batch", "heads", "queries")
 # Below this many scores a direct call is as fast, and it can be differentiated forward too.
 DIRECT_SCORES = 1 << 20
 # How many scores a tile should have: enough work for a step, in few enough megabytes to stay near the cores. Measured on
@@ -62,13 +66,30 @@ class XlaAttention(Implementation[AttentionProblem, AttentionConfig]):
 @functools.partial(jax.jit, static_argnames="cfg")
 def _output(problem: AttentionProblem, cfg: AttentionConfig) -> Float[Array, "B T H V"]:
     if cfg.schedule == "direct":
-        return direct_output(problem)
+        return _partitioned(direct_output, problem, DIRECT_SPLITS, OUTPUT)
     assert cfg.block_q is not None
     assert cfg.block_k is not None
-    return blockwise_output(problem, cfg.block_q, cfg.block_k)
+    run = functools.partial(blockwise_output, block_q=cfg.block_q, block_k=cfg.block_k)
+    return _partitioned(run, problem, BLOCKWISE_SPLITS, OUTPUT)
 
 
-direct_weights_program = jax.jit(direct_weights)
+@jax.jit
+def direct_weights_program(problem: AttentionProblem) -> Float[Array, "B H T S"]:
+    """The weights alone."""
+    return _partitioned(direct_weights, problem, DIRECT_SPLITS, WEIGHTS)
+
+
+def _partitioned(
+    run: Callable[[AttentionProblem], Array], problem: AttentionProblem, free: tuple[str, ...], output: tuple[str, ...]
+) -> Array:
+    """`run(problem)` on a mesh that splits the `free` axes."""
+    arrays = {name: x for name, x in vars(problem).items() if isinstance(x, jax.Array)}
+    advice = (
+        f"Here {', '.join(free[:-1])} and {free[-1]} may be split: gather the other axis first, with "
+        f"jax.sharding.reshard(x, jax.P(...)) that names None there."
+    )
+    function = lambda arrays: (run(dataclasses.replace(problem, **arrays)),)
+    return run_partitioned(function, arrays, problem.roles(), (output,), free, advice)[0]
 
 
 def _blocks(problem: AttentionProblem) -> tuple[int, int]:

@@ -8,6 +8,7 @@ The forward pass keeps the state before each slot when a gradient will be asked;
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -39,6 +40,7 @@ class Plan:
     operand: np.dtype
     output: np.dtype
     on_cpu: bool
+    known_length: bool = False  # whether every loop has as many turns as there could be, so that JAX can reverse it
 
     @property
     def matmul(self) -> Matmul:
@@ -95,7 +97,12 @@ def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: b
         initial if packed else None,
         zeros(slots.capacity, B, H, K, V) if keep_states else None,
     )
-    state, output, finals, states = lax.fori_loop(0, slots.count, body, start)
+    count: Array | int = slots.count
+    if plan.known_length and packed:
+        count, used = slots.capacity, functools.partial(_if_used, slots, body)
+    else:
+        used = body
+    state, output, finals, states = lax.fori_loop(0, count, used, start)
     return output[:, :T], finals if packed else state, states
 
 
@@ -146,6 +153,11 @@ def backward(
     if "initial_state" in wanted:
         grads["initial_state"] = dinitials if packed else dstate
     return grads
+
+
+def _if_used(slots: Slots, body: Any, i: Array, carry: Any) -> Any:
+    """`body`, for slots that are used."""
+    return lax.cond(i < slots.count, functools.partial(body, i), lambda carry: carry, carry)
 
 
 def _padded(slots: Slots, arrays: Arrays) -> dict[str, Array]:
