@@ -59,7 +59,7 @@ def kernels_of(function: Any, arguments: Any, capability: int) -> list[tuple[str
     original = _compiled.run_compiled
 
     def compile_only(kernel: Any, names: Any, args: Any, outputs: Any, _: Any, constants: Any, *rest: Any) -> Any:
-        *_, options, _ = rest
+        (options,) = (x for x in rest if isinstance(x, _compiled.Options))
         signature, absent = _compiled.signature_of(names, [*args, *outputs])
         everything = {**constants, **absent}
         asked = _compiled.compile_kernel(kernel, signature, tuple(sorted(everything.items())), options, capability)

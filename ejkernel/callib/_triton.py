@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ejkernel._varying import vary, varying_axes
+from ejkernel.callib._decorated import COMPILE_OPTIONS, evaluated, undecorated
 
 _target: contextvars.ContextVar[int | None] = contextvars.ContextVar("ejkernel_triton_target", default=None)
 
@@ -47,23 +48,29 @@ def triton_call(
     fewer_stages: bool = False,
     input_output_aliases: dict[int, int] | None = None,
     zeroed_outputs: Sequence[int] = (),
+    name: str | None = None,
     **constants: Any,
 ) -> Any:
     """Runs `kernel` (a `@triton.jit` function) on JAX arrays; works under `jit`, `shard_map` and `vmap` (one by one).
 
+    `@triton.heuristics` over it are evaluated: their functions get arrays, numbers and constants by name, and outputs as
+    shapes. `@triton.autotune` is refused: pass one of its configurations, or choose with an `ejkernel.ops.Kernel`.
+
     The kernel's parameters are filled in their order: first `args`, then one pointer for each output, skipping those that
-    `constants` gives by name (its `tl.constexpr` parameters; an optional pointer may be given there as None).
+    `constants` or a heuristic gives by name (its `tl.constexpr` parameters; an optional pointer may be given there as None).
 
     Args:
         args: arrays (passed as pointers), Python numbers (ints as i32, or i64 when they need it; floats as f32; never
             specialised on their value) or None (a pointer the kernel does without).
         out_shape: a `jax.ShapeDtypeStruct` or a pytree of them; the result has its structure.
-        grid: the number of programs along up to three axes, or a function of `constants` that gives it.
+        grid: the number of programs along up to three axes, or a function of `constants` (and heuristics) that gives it.
         num_warps, num_stages, maxnreg: Triton's compile options; without meaning when interpreted.
         fewer_stages: where the GPU's shared memory is too small, lower num_stages and a constant named STAGES until it is not.
         input_output_aliases: {index in `args`: index of the output} that share one buffer: the output starts with the
             input's contents. The input is copied first unless it is donated or no longer needed.
         zeroed_outputs: indices of outputs that are zero when the kernel starts. All others hold anything (interpreted: NaN).
+        name: what profiles call the kernel; None: its own name. The compiled program has it in the operation's name
+            (`jax.named_scope`) and, with `_` for what is no letter or digit, as the GPU function's symbol.
 
     A kernel decorated while `TRITON_INTERPRET=1` was set is interpreted on the host, for tests without a GPU.
 
@@ -76,6 +83,8 @@ def triton_call(
         >>> triton_call(x, y, n, kernel=add, out_shape=x, grid=cdiv(n, 128), BLOCK=128)   # doctest: +SKIP
     """
     _require_triton()
+    kernel, heuristics = undecorated(kernel)
+    name = _checked_name(kernel, name)
     outputs, tree = jax.tree.flatten(out_shape)
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
     args = tuple(_as_argument(x) for x in args)
@@ -85,20 +94,26 @@ def triton_call(
     for index in zeroed_outputs:
         if not 0 <= index < len(outputs) or index in aliases.values():
             raise TypeError(f"zeroed_outputs must name outputs 0 to {len(outputs) - 1} that alias no input; got {index}.")
+    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg, "fewer_stages": fewer_stages}
+    if heuristics:
+        found = evaluated(heuristics, list(inspect.signature(kernel.fn).parameters), [*args, *outputs], constants)
+        options |= {option: found.pop(option) for option in COMPILE_OPTIONS if option in found}
+        constants |= found
     names = _bound_names(kernel, len(args) + len(outputs), constants)
-    size = _grid(grid, constants)
-    if is_interpreted(kernel):
+    call = (kernel, names, args, outputs, _grid(grid, constants), constants, aliases, frozenset(zeroed_outputs))
+    with jax.named_scope(name):
+        results = _run(call, options, name)
+    return jax.tree.unflatten(tree, [vary(x, axes) for x in results])
+
+
+def _run(call: tuple[Any, ...], options: dict[str, Any], name: str) -> list[jax.Array]:
+    if is_interpreted(call[0]):
         from ejkernel.callib._interpreted import run
 
-        results = run(kernel, names, args, outputs, size, constants, aliases, frozenset(zeroed_outputs))
-    else:
-        from ejkernel.callib._compiled import Options, run_compiled
+        return run(*call)
+    from ejkernel.callib._compiled import Options, run_compiled
 
-        options = Options(num_warps, num_stages, maxnreg, fewer_stages)
-        results = run_compiled(
-            kernel, names, args, outputs, size, constants, aliases, frozenset(zeroed_outputs), options, _target.get()
-        )
-    return jax.tree.unflatten(tree, [vary(x, axes) for x in results])
+    return run_compiled(*(*call, Options(**options), _target.get(), name))
 
 
 def _require_triton() -> None:
@@ -113,6 +128,14 @@ def _require_triton() -> None:
 def is_interpreted(kernel: Any) -> bool:
     """Whether a kernel was decorated under TRITON_INTERPRET=1 and runs on the host."""
     return type(kernel).__name__ == "InterpretedFunction"
+
+
+def _checked_name(kernel: Any, name: str | None) -> str:
+    if name is None:
+        return kernel.fn.__name__
+    if not isinstance(name, str) or not name.strip():
+        raise TypeError(f"name must be a string that profiles can show, or None; got {name!r}.")
+    return name
 
 
 def _as_argument(x: Any) -> Any:
@@ -139,9 +162,7 @@ def _checked_aliases(args: Sequence[Any], outputs: Sequence[Any], aliases: dict[
 
 def _bound_names(kernel: Any, positional: int, constants: dict[str, Any]) -> list[str]:
     """The parameters that args and outputs fill, in order."""
-    function = getattr(kernel, "fn", None)
-    if function is None:
-        raise TypeError(f"kernel must be a @triton.jit function; got {type(kernel).__name__}.")
+    function = kernel.fn
     parameters = list(inspect.signature(function).parameters)
     if unknown := [name for name in constants if name not in parameters]:
         raise TypeError(f"{function.__name__} has no parameter {', '.join(unknown)}; it has {', '.join(parameters)}.")
