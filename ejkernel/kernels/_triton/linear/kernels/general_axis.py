@@ -1,19 +1,19 @@
-"""Chunks with a decay for every key channel, every value channel, or both: the chunk-parallel kernels.
+"""Chunks with a decay for every key channel, every value channel, or both: any dtype and length, parallel over chunks.
 
-With R_l the rows of a side at level l of the dyadic tree (right halves of 2^(l+1)-blocks hold queries times the decays up
-to them, left halves keys times the decays after them), the pairs that meet at level l are mask_l * (R_l R_l^T). Every pair
-of rows meets at exactly one level, so one matrix holds the pairs of a side (`pairs`). A side is one of
+With R_l the rows of an axis at level l of the dyadic tree (right halves of 2^(l+1)-blocks hold queries times the decays up to
+them, left halves keys times the decays after them), the scores that meet at level l are mask_l * (R_l R_l^T). Any two rows meet
+at exactly one level, so one matrix holds the scores of an axis (`gated_scores`). An axis is one of
 
-    key side     x = q,  y = k     -> dx = dq, dy = dk, gradient of the key gate       opposite pairs: scale do v^T
-    value side   x = do, y = v     -> dx = o,  dy = dv, gradient of the value gate     opposite pairs: scale q k^T
+    key channels     x = q,  y = k     -> dx = dq, dy = dk, gradient of the key gate       other scores: scale do v^T
+    value channels   x = do, y = v     -> dx = o,  dy = dv, gradient of the value gate     other scores: scale q k^T
 
-and the same formula gives all of them: dR_l = (mask_l * opposite pairs) R_l, whose query rows add to dx and whose key rows
-to dy, both times their own decay. States enter as one more level that spans the chunk. The gate's gradient adds dR_l * R_l
-over the rows that a decay spans: additions only. `gated_side` does this for a side with a gate, `plain_side` for one
-without, where the levels fall together.
+and the same formula gives all of them: dR_l = (mask_l * other scores) R_l, whose query rows add to dx and whose key rows to dy,
+both times their own decay. States enter as one more level that spans the chunk. The gate's gradient adds dR_l * R_l over the
+rows that a decay spans: additions only. `general_gated_axis` does this for an axis with a gate, `ungated_axis` for one without,
+where the levels fall together.
 
-Tiles of a gated side are transposed, [channels, rows]: then everything that is computed per channel and row is the left,
-register operand of the next product, and the right operands are the [rows, rows] masks and pairs.
+Tiles of a gated axis are transposed, [channels, rows]: then everything that is computed per channel and row is the left,
+register operand of the next product, and the right operands are the [rows, rows] masks and scores.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import (
+from ejkernel.kernels._triton.linear.kernels.tiles import (
     after,
     before,
     channel_log_decay,
+    chunk_at,
     dot,
     load_rows,
     load_state,
     onwards,
     program_at,
-    slot_at,
     store_rows,
     sums,
     upto,
@@ -70,36 +70,36 @@ def _as_product(x, C: tl.constexpr, DT: tl.constexpr):
 
 
 @triton.jit
-def _pieces(logs):
-    """Three bfloat16 pieces whose sum is `logs`."""
+def _split_in_three(logs):
+    """Three bfloat16 parts whose sum is `logs`."""
     first = logs.to(tl.bfloat16)
-    rest = logs - first.to(tl.float32)
-    second = rest.to(tl.bfloat16)
-    return first, second, (rest - second.to(tl.float32)).to(tl.bfloat16)
+    left = logs - first.to(tl.float32)
+    second = left.to(tl.bfloat16)
+    return first, second, (left - second.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
-def _decay(first, second, third, which, PIECES: tl.constexpr):
-    """exp(logs which) [BD, C] for log decays [BD, C] in pieces: exact sums over just the rows that `which` [C, C] names."""
+def _decay(first, second, third, which, GATE_PARTS: tl.constexpr):
+    """exp(logs which) [BD, C] for log decays [BD, C] in parts: exact sums over just the rows that `which` [C, C] names."""
     total = tl.dot(first, which)
-    if PIECES > 1:
+    if GATE_PARTS > 1:
         total = tl.dot(second, which, total)
-    if PIECES > 2:
+    if GATE_PARTS > 2:
         total = tl.dot(third, which, total)
     return tl.exp(total)
 
 
 @triton.jit
-def pairs(
-    x, y, g, gs, gamma, slots, scale, T, NT,
+def gated_scores(
+    x, y, g, gs, gamma, chunks, scale, T, NT,
     A,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, FOLD: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, PIECES: tl.constexpr,
+    DT: tl.constexpr, PREC: tl.constexpr, GATE_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Programs: slots * heads. A [slots, H, C, C]: scale * sum over channels of x_t y_s (decay from s to t); 0 for s > t."""
+    """Programs: chunks * heads. A [chunks, H, C, C]: scale * sum over channels of x_t y_s (decay from s to t); 0 for s > t."""
     _, head, s = program_at(1, H)
-    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    token, rows, seq = chunk_at(chunks, s, T, NT, C, SIGN)
     if rows <= 0:
         return
     t = tl.arange(0, C)[:, None]
@@ -109,26 +109,26 @@ def pairs(
         bx = tl.trans(load_rows(x, token, rows, head // (H // HX), col, HX, D, C, BD, SIGN, EVEN))  # [BD, C]
         by = tl.trans(load_rows(y, token, rows, head // (H // HY), col, HY, D, C, BD, SIGN, EVEN))
         logs = tl.trans(channel_log_decay(g, gs, gamma, token, rows, seq, head, col, FOLD, H, HG, HGS, D, C, BD, SIGN, EVEN))
-        p1, p2, p3 = _pieces(logs)
+        p1, p2, p3 = _split_in_three(logs)
         same = tl.sum(bx.to(tl.float32) * by.to(tl.float32), 0)  # [C]: a row with itself, nothing decays
         M += tl.where(t == u, same[None, :], 0.0)
         for level in range(LEVELS):
-            R = tl.where(((u >> level) & 1) == 1, bx, by).to(tl.float32) * _decay(p1, p2, p3, _spans(level, True, C), PIECES)
-            R = R.to(DT)  # [BD, C]
+            decay = _decay(p1, p2, p3, _spans(level, True, C), GATE_PARTS)
+            R = (tl.where(((u >> level) & 1) == 1, bx, by).to(tl.float32) * decay).to(DT)  # [BD, C]
             M += tl.where(((t >> level) ^ (u >> level)) == 1, dot(tl.trans(R), R, None, DT, PREC), 0.0)
     at = A + (s.to(tl.int64) * H + head) * (C * C) + (t * C + u)
     tl.store(at, tl.where(t >= u, M * scale, 0.0).to(A.dtype.element_ty))
 
 
 @triton.jit
-def _opposite_pairs(
-    A2, x2, y2, token, rows, index, head, part, scale_pairs, H: tl.constexpr, HX2: tl.constexpr, HY2: tl.constexpr,
+def _other_scores(
+    A2, x2, y2, token, rows, index, head, part, scale_scores, H: tl.constexpr, HX2: tl.constexpr, HY2: tl.constexpr,
     D2: tl.constexpr, B2: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """[C, C]: scale_pairs * A2, or, where the opposite side has no gate and A2 is None, scale_pairs * x2 y2^T.
+    """[C, C]: scale_scores * A2, or, where the other axis has no gate and A2 is None, scale_scores * x2 y2^T.
 
-    A2 [.., PARTS * C, PARTS * C] holds the whole slot's; these are the pairs inside one part of it.
+    A2 [.., PARTS * C, PARTS * C] holds the whole chunk's; these are the scores inside one part of it.
     """
     if A2 is not None:
         WIDTH: tl.constexpr = PARTS * C
@@ -140,32 +140,32 @@ def _opposite_pairs(
             bx2 = load_rows(x2, token, rows, head // (H // HX2), c, HX2, D2, C, B2, SIGN, EVEN)
             by2 = load_rows(y2, token, rows, head // (H // HY2), c, HY2, D2, C, B2, SIGN, EVEN)
             M = dot(bx2, tl.trans(by2.to(DT)), M, DT, PREC)
-    return M * scale_pairs
+    return M * scale_scores
 
 
 @triton.jit
-def gated_side(
-    x, y, g, x2, y2, g2, A2, gs, gamma, starts, ends, slots, scale, scale_pairs, T, NT,
+def general_gated_axis(
+    x, y, g, x2, y2, g2, A2, gs, gamma, starts, ends, chunks, scale, scale_scores, T, NT,
     dx, dy, dg,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HX2: tl.constexpr, HY2: tl.constexpr,
     HG2: tl.constexpr, HGS: tl.constexpr, FOLD: tl.constexpr, FOLD2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
     BD: tl.constexpr, B2: tl.constexpr, TILES: tl.constexpr, STRIDE: tl.constexpr, STRIDE2: tl.constexpr, C: tl.constexpr,
     PARTS: tl.constexpr, LEVELS: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
-    PIECES: tl.constexpr, STAGES: tl.constexpr,
+    GATE_PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs: parts * groups of TILES own tiles * slots * heads. Forward: x, ends, dy and dg are None, dx is the output.
+    """Programs: parts * groups of TILES own tiles * chunks * heads. Forward: x, ends, dy and dg are None, dx is the output.
 
-    A slot of PARTS * C rows is done in PARTS (1 or 2) parts of C rows, each from the states at its own ends: the state in
-    the middle of a slot is made from the one at the slot's end and the other part's rows.
-    A2 [slots, H, PARTS * C, PARTS * C]: the opposite pairs, or None where the opposite side has no gate. starts, ends
-    [slots, H, K, V]: state before, adjoint after each slot; STRIDE and STRIDE2 are the own and the opposite channel's
-    strides in them. dx, dy [tokens, H, D]; dg [tokens, H, D] is the gradient of the side's log decays.
+    A chunk of PARTS * C rows is done in PARTS (1 or 2) parts of C rows, each from the states at its own ends: the state in
+    the middle of a chunk is made from the one at the chunk's end and the other part's rows.
+    A2 [chunks, H, PARTS * C, PARTS * C]: the other axis' scores, or None where it has no gate. starts, ends
+    [chunks, H, K, V]: state before, adjoint after each chunk; STRIDE and STRIDE2 are the own and the other channel's
+    strides in them. dx, dy [tokens, H, D]; dg [tokens, H, D] is the gradient of the axis' log decays.
     """
     GROUPS: tl.constexpr = (D + BD * TILES - 1) // (BD * TILES)
-    both, head, s = program_at(PARTS * GROUPS, H)
-    part = both % PARTS
-    group = both // PARTS
-    token, rows, seq = slot_at(slots, s, T, NT, PARTS * C, SIGN)
+    part_and_group, head, s = program_at(PARTS * GROUPS, H)
+    part = part_and_group % PARTS
+    group = part_and_group // PARTS
+    token, rows, seq = chunk_at(chunks, s, T, NT, PARTS * C, SIGN)
     there = token + SIGN * C * (1 - part)  # the other part, where there are two
     rows_there = tl.minimum(tl.maximum(rows - C * (1 - part), 0), C)
     token += SIGN * C * part
@@ -175,12 +175,12 @@ def gated_side(
     index = s.to(tl.int64) * H + head
     t = tl.arange(0, C)[:, None]
     u = tl.arange(0, C)[None, :]
-    M = _opposite_pairs(
-        A2, x2, y2, token, rows, index, head, part, scale_pairs, H, HX2, HY2, D2, B2, C, PARTS, SIGN, EVEN, DT, PREC
+    M = _other_scores(
+        A2, x2, y2, token, rows, index, head, part, scale_scores, H, HX2, HY2, D2, B2, C, PARTS, SIGN, EVEN, DT, PREC
     )
-    same = tl.sum(tl.where(t == u, M, 0.0), 0)  # [C]: pairs of a row with itself, which nothing decays
+    same = tl.sum(tl.where(t == u, M, 0.0), 0)  # [C]: scores of a row with itself, which nothing decays
     M = tl.where(t > u, M, 0.0)
-    M = (M + tl.trans(M)).to(DT)  # symmetric: (t, s) and (s, t) hold the same pair
+    M = (M + tl.trans(M)).to(DT)  # symmetric: the same score at (t, s) and (s, t)
     for tile in range(TILES):
         col = (group * TILES + tile) * BD
         by = tl.trans(load_rows(y, token, rows, head // (H // HY), col, HY, D, C, BD, SIGN, EVEN))  # [BD, C]
@@ -190,7 +190,7 @@ def gated_side(
             bx = _as_product(bx, C, DT)
         logs = tl.trans(channel_log_decay(g, gs, gamma, token, rows, seq, head, col, FOLD, H, HG, HGS, D, C, BD, SIGN, EVEN))
         total = tl.exp(tl.sum(logs, 1))  # [BD]
-        p1, p2, p3 = _pieces(logs)
+        p1, p2, p3 = _split_in_three(logs)
         if PARTS == 2:
             # Part 1 starts from the state after part 0's keys, part 0 ends at the adjoint before part 1's queries.
             if (dy is None) or (part == 1):
@@ -203,12 +203,12 @@ def gated_side(
                 channel_log_decay(g, gs, gamma, there, rows_there, seq, head, col, FOLD, H, HG, HGS, D, C, BD, SIGN, EVEN)
             )
             total_there = tl.exp(tl.sum(logs, 1))
-            o1, o2, o3 = _pieces(logs)
+            o1, o2, o3 = _split_in_three(logs)
             if part == 1:
                 which = before(C)
             else:
                 which = onwards(C)
-            passed = (tl.trans(passed) * _decay(o1, o2, o3, which, PIECES)).to(DT)  # [BD, C]
+            passed = (tl.trans(passed) * _decay(o1, o2, o3, which, GATE_PARTS)).to(DT)  # [BD, C]
         # The states: a level whose left half is everything before the rows, or whose right half is everything after them.
         ax = tl.zeros([BD, C], tl.float32)
         ay = tl.zeros([BD, C], tl.float32)
@@ -221,9 +221,9 @@ def gated_side(
                 dS = load_state(ends, index, col, c, D, D2, STRIDE, STRIDE2, BD, B2)
             if g2 is not None:
                 lg2 = channel_log_decay(g2, gs, gamma, token, rows, seq, head, c, FOLD2, H, HG2, HGS, D2, C, B2, SIGN, EVEN)
-                bx2 = bx2.to(tl.float32) * tl.exp(sums(upto(C), lg2, PIECES))
+                bx2 = bx2.to(tl.float32) * tl.exp(sums(upto(C), lg2, GATE_PARTS))
                 if dy is not None:
-                    by2 = by2.to(tl.float32) * tl.exp(sums(after(C), lg2, PIECES))
+                    by2 = by2.to(tl.float32) * tl.exp(sums(after(C), lg2, GATE_PARTS))
             if PARTS == 2:
                 if (dy is None) or (part == 1):
                     other = load_rows(y2, there, rows_there, head // (H // HY2), c, HY2, D2, C, B2, SIGN, EVEN).to(tl.float32)
@@ -235,9 +235,9 @@ def gated_side(
                         g2, gs, gamma, there, rows_there, seq, head, c, FOLD2, H, HG2, HGS, D2, C, B2, SIGN, EVEN
                     )
                     if part == 1:
-                        other *= tl.exp(sums(after(C), lo2, PIECES))
+                        other *= tl.exp(sums(after(C), lo2, GATE_PARTS))
                     else:
-                        other *= tl.exp(sums(upto(C), lo2, PIECES))
+                        other *= tl.exp(sums(upto(C), lo2, GATE_PARTS))
                     kept = kept * tl.exp(tl.sum(lo2, 0))[None, :]
                 added = dot(passed, other, None, DT, PREC)  # [BD, B2]
                 here = (part == 1).to(tl.float32)
@@ -252,10 +252,10 @@ def gated_side(
                     if g2 is not None:
                         product *= tl.exp(tl.sum(lg2, 0))[None, :]
                     through += tl.sum(product, 1)
-        ax *= _decay(p1, p2, p3, onwards(C), PIECES) * scale
+        ax *= _decay(p1, p2, p3, onwards(C), GATE_PARTS) * scale
         ag = tl.zeros([BD, C], tl.float32)
         if dy is not None:
-            ay *= _decay(p1, p2, p3, before(C), PIECES)
+            ay *= _decay(p1, p2, p3, before(C), GATE_PARTS)
         if dg is not None:
             # The decay of row j is in the prefix of every row t >= j, in the suffix of every row t < j, and in the total.
             ag += (through * total)[:, None]
@@ -266,7 +266,7 @@ def gated_side(
             ay += same[None, :] * bx.to(tl.float32)
         for level in tl.range(LEVELS, num_stages=STAGES):
             query = ((u >> level) & 1) == 1  # [1, C]
-            decay = _decay(p1, p2, p3, _spans(level, True, C), PIECES)  # [BD, C]
+            decay = _decay(p1, p2, p3, _spans(level, True, C), GATE_PARTS)  # [BD, C]
             bxy = by
             if dy is not None:
                 bxy = tl.where(query, bx, by)
@@ -286,22 +286,22 @@ def gated_side(
 
 
 @triton.jit
-def plain_side(
-    x, y, x2, y2, g2, A2, gs, gamma, starts, ends, slots, scale, scale_pairs, T, NT,
+def ungated_axis(
+    x, y, x2, y2, g2, A2, gs, gamma, starts, ends, chunks, scale, scale_scores, T, NT,
     dx, dy,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HX2: tl.constexpr, HY2: tl.constexpr, HG2: tl.constexpr,
     HGS: tl.constexpr, FOLD2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     TILES: tl.constexpr, STRIDE: tl.constexpr, STRIDE2: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, PIECES: tl.constexpr,
+    DT: tl.constexpr, PREC: tl.constexpr, GATE_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`gated_side` for a side without a gate opposite one with a gate: dx = A2 y + states, dy = A2^T x + states."""
+    """`general_gated_axis` for an axis without a gate where the other one has one: dx = A2 y + states, dy = A2^T x + states."""
     GROUPS: tl.constexpr = (D + BD * TILES - 1) // (BD * TILES)
     group, head, s = program_at(GROUPS, H)
-    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    token, rows, seq = chunk_at(chunks, s, T, NT, C, SIGN)
     if rows <= 0:
         return
     index = s.to(tl.int64) * H + head
-    M = _opposite_pairs(A2, x2, y2, token, rows, index, head, 0, scale_pairs, H, HX2, HY2, D2, B2, C, 1, SIGN, EVEN, DT, PREC)
+    M = _other_scores(A2, x2, y2, token, rows, index, head, 0, scale_scores, H, HX2, HY2, D2, B2, C, 1, SIGN, EVEN, DT, PREC)
     M = M.to(DT)
     for tile in range(TILES):
         col = (group * TILES + tile) * BD
@@ -312,12 +312,12 @@ def plain_side(
             if dx is not None:
                 bx2 = load_rows(x2, token, rows, head // (H // HX2), c, HX2, D2, C, B2, SIGN, EVEN)  # [C, B2]
                 S = load_state(starts, index, col, c, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
-                bx2 = bx2.to(tl.float32) * tl.exp(sums(upto(C), lg2, PIECES))
+                bx2 = bx2.to(tl.float32) * tl.exp(sums(upto(C), lg2, GATE_PARTS))
                 from_start = dot(bx2, tl.trans(S.to(DT)), from_start, DT, PREC)
             if dy is not None:
                 by2 = load_rows(y2, token, rows, head // (H // HY2), c, HY2, D2, C, B2, SIGN, EVEN)
                 dS = load_state(ends, index, col, c, D, D2, STRIDE, STRIDE2, BD, B2)
-                by2 = by2.to(tl.float32) * tl.exp(sums(after(C), lg2, PIECES))
+                by2 = by2.to(tl.float32) * tl.exp(sums(after(C), lg2, GATE_PARTS))
                 from_end = dot(by2, tl.trans(dS.to(DT)), from_end, DT, PREC)
         if dx is not None:
             by = load_rows(y, token, rows, head // (H // HY), col, HY, D, C, BD, SIGN, EVEN)  # [C, BD]

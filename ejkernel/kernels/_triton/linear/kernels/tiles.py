@@ -1,13 +1,13 @@
 """What the linear-attention kernels share: where a chunk's rows lie, loads and stores of tiles, sums of log decays.
 
-A slot is one chunk of C rows of one sequence, row r being the r-th step of the recurrence in that chunk: token
+A chunk is C rows of one sequence, row r being the r-th step of the recurrence in that chunk: token
 `token + SIGN * r` of the flat token axis (SIGN is -1 when the recurrence runs backwards). Rows from `rows` on are padding
 and read as steps that change nothing.
 
-Sums of log decays are matrix products with 0/1 matrices on the tensor cores: the decays are split into bfloat16 pieces
-whose sum is exact, and each sum runs over just the steps it spans, so nothing is subtracted (but in `_mild`, `_both`, `_decays`
-and `_scalar.backward`, which say when they may). -inf is clamped to -1e30, whose exponential is 0 as well but whose product
-with 0 is not NaN.
+Sums of log decays are matrix products with 0/1 matrices on the tensor cores: the decays are split into bfloat16 parts whose sum
+is exact, and each sum runs over just the steps it spans, so nothing is subtracted (but in `weak_chunks`, `key_value_scan`,
+`head_decays` and `head_gate_backward`, which say when they may). -inf is clamped to -1e30, whose exponential is 0 as well but
+whose product with 0 is not NaN.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ def exp_of_log(x):
 
 @triton.jit
 def program_at(TILES: tl.constexpr, H: tl.constexpr):
-    """(tile, head, slot or segment or sequence) of a program: tiles count fastest, then heads.
+    """(tile, head, chunk or segment or sequence) of a program: tiles count fastest, then heads.
 
     What runs at one time then reads and writes whole rows of [tokens, heads, channels], and of packed segments, which are in
     order of length, the long ones of all heads come first.
     """
     pid = tl.program_id(0)
-    rest = pid // TILES
-    return pid % TILES, rest % H, rest // H
+    others = pid // TILES
+    return pid % TILES, others % H, others // H
 
 
 @triton.jit
-def slot_at(slots, s, T, NT, C: tl.constexpr, SIGN: tl.constexpr):
-    """(token of row 0 as int64, rows in use, sequence) of slot s; slots: table [3, NT] of packed calls, or None."""
-    if slots is not None:
-        token = tl.load(slots + s).to(tl.int64)
-        rows = tl.load(slots + NT + s)
-        seq = tl.load(slots + 2 * NT + s)
+def chunk_at(chunks, s, T, NT, C: tl.constexpr, SIGN: tl.constexpr):
+    """(token of row 0 as int64, rows in use, sequence) of chunk s; chunks: table [3, NT] of packed calls, or None."""
+    if chunks is not None:
+        token = tl.load(chunks + s).to(tl.int64)
+        rows = tl.load(chunks + NT + s)
+        seq = tl.load(chunks + 2 * NT + s)
     else:
         seq = s // NT
         begin = (s % NT) * C
@@ -60,19 +60,19 @@ def slot_at(slots, s, T, NT, C: tl.constexpr, SIGN: tl.constexpr):
 
 
 @triton.jit
-def all_mild(mild, first, head, COUNT, H: tl.constexpr, GROUP: tl.constexpr):
-    """Whether all of GROUP slots are `mild` [slots, H] in this head."""
+def all_weak(weak, first, head, COUNT, H: tl.constexpr, GROUP: tl.constexpr):
+    """Whether all of GROUP chunks are `weak` [chunks, H] in this head."""
     s = first + tl.arange(0, GROUP)
-    return tl.min(tl.load(mild + s.to(tl.int64) * H + head, mask=s < COUNT, other=1), 0) == 1
+    return tl.min(tl.load(weak + s.to(tl.int64) * H + head, mask=s < COUNT, other=1), 0) == 1
 
 
 @triton.jit
-def mild_from(mild, first, count, head, H: tl.constexpr):
-    """Whether all of `count` slots from `first` on are `mild` [slots, H] in this head."""
+def weak_from(weak, first, count, head, H: tl.constexpr):
+    """Whether all of `count` chunks from `first` on are `weak` [chunks, H] in this head."""
     found = 1
     for n in range(0, count, 64):
         i = n + tl.arange(0, 64)
-        flags = tl.load(mild + (first + i).to(tl.int64) * H + head, mask=i < count, other=1)
+        flags = tl.load(weak + (first + i).to(tl.int64) * H + head, mask=i < count, other=1)
         found = tl.minimum(found, tl.min(flags, 0))
     return found == 1
 
@@ -94,7 +94,7 @@ def load_rows(
     x, token, rows, head, col, HEADS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """[C, BD]: columns from `col` on of a slot's rows of x [tokens, HEADS, D]; 0 outside. EVEN: every slot is full."""
+    """[C, BD]: columns from `col` on of a chunk's rows of x [tokens, HEADS, D]; 0 outside. EVEN: every chunk is full."""
     at = x + (token * HEADS + head) * D + ((SIGN * HEADS * D) * tl.arange(0, C)[:, None] + (col + tl.arange(0, BD))[None, :])
     if EVEN and D % BD == 0:
         return tl.load(at)
@@ -160,33 +160,33 @@ def nearest_tf32(x):
 
 
 @triton.jit
-def rest_of(x, rounded):
+def low_part(x, rounded):
     """What rounding to bfloat16 has left of float32 x, in bfloat16: together they hold 16 of its bits."""
     return (x - rounded.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
-def store_halves(x, matrix, SIZE: tl.constexpr, at, value, HALVES: tl.constexpr):
-    """Writes value to the given matrix (of SIZE elements) of x and, of two HALVES, what rounding has left of it to the next."""
+def store_split(x, matrix, SIZE: tl.constexpr, at, value, SPLIT: tl.constexpr):
+    """Writes value to the given matrix (of SIZE elements) of x and, of two SPLIT, what rounding has left of it to the next."""
     rounded = value.to(x.dtype.element_ty)
     tl.store(x + matrix * SIZE + at, rounded)
-    if HALVES == 2:
-        tl.store(x + (matrix + 1) * SIZE + at, rest_of(value, rounded))
+    if SPLIT == 2:
+        tl.store(x + (matrix + 1) * SIZE + at, low_part(value, rounded))
 
 
 @triton.jit
-def dot_of_halves(a, a_rest, b, b_rest, acc):
-    """acc + (a + a_rest)(b + b_rest) of bfloat16 operands, but for the product of the rests: at most 2^-18 of it all."""
-    return tl.dot(a, b, tl.dot(a_rest, b, tl.dot(a, b_rest, acc)))
+def dot_split(a, a_low, b, b_low, acc):
+    """acc + (a + a_low)(b + b_low) of bfloat16 operands, but for the product of the low parts: at most 2^-18 of it all."""
+    return tl.dot(a, b, tl.dot(a_low, b, tl.dot(a, b_low, acc)))
 
 
 @triton.jit
-def term_at(n, index, D: tl.constexpr, HALVES: tl.constexpr):
-    """(channel, left matrix, right matrix) at place n of a product over D channels of matrices that lie at `index` in HALVES.
+def term_at(n, index, D: tl.constexpr, SPLIT: tl.constexpr):
+    """(channel, left matrix, right matrix) at place n of a product over D channels of matrices that lie at `index` in SPLIT.
 
-    Of two halves there are three terms, one after the other: first times first, first times second, second times first.
+    Of high and low part there are three terms, one after the other: high times high, high times low, low times high.
     """
-    if HALVES == 2:
+    if SPLIT == 2:
         term = n // D
         return n - term * D, index * 2 + (term == 2), index * 2 + (term == 1)
     else:
@@ -198,7 +198,7 @@ def head_log_decay(
     gs, gamma, token, rows, seq, head, SHIFT: tl.constexpr, H: tl.constexpr, HGS: tl.constexpr, C: tl.constexpr,
     SIGN: tl.constexpr,
 ):  # fmt: skip
-    """[C]: log decay of the whole head in row r + SHIFT of a slot, from g [tokens, HGS] and g_gamma [N, H]; 0 outside."""
+    """[C]: log decay of the whole head in row r + SHIFT of a chunk, from g [tokens, HGS] and g_gamma [N, H]; 0 outside."""
     r = tl.arange(0, C) + SHIFT
     total = tl.zeros([C], tl.float32)
     if gs is not None:
@@ -250,28 +250,28 @@ def before(C: tl.constexpr):
 
 
 @triton.jit
-def sums_of_columns(x, which, PIECES: tl.constexpr):
+def sums_of_columns(x, which, GATE_PARTS: tl.constexpr):
     """x which in float32, like `sums`, for x [N, C]."""
-    piece = x.to(tl.bfloat16)
-    total = tl.dot(piece, which)
-    if PIECES > 1:
-        rest = x - piece.to(tl.float32)
-        piece = rest.to(tl.bfloat16)
-        total = tl.dot(piece, which, total)
-        if PIECES > 2:
-            total = tl.dot((rest - piece.to(tl.float32)).to(tl.bfloat16), which, total)
+    part = x.to(tl.bfloat16)
+    total = tl.dot(part, which)
+    if GATE_PARTS > 1:
+        left = x - part.to(tl.float32)
+        part = left.to(tl.bfloat16)
+        total = tl.dot(part, which, total)
+        if GATE_PARTS > 2:
+            total = tl.dot((left - part.to(tl.float32)).to(tl.bfloat16), which, total)
     return total
 
 
 @triton.jit
-def sums(which, x, PIECES: tl.constexpr):
-    """which x in float32: which is 0/1 [C, C] in bfloat16, x [C, N] float32, exact to PIECES * 8 bits."""
-    piece = x.to(tl.bfloat16)
-    total = tl.dot(which, piece)
-    if PIECES > 1:
-        rest = x - piece.to(tl.float32)
-        piece = rest.to(tl.bfloat16)
-        total = tl.dot(which, piece, total)
-        if PIECES > 2:
-            total = tl.dot(which, (rest - piece.to(tl.float32)).to(tl.bfloat16), total)
+def sums(which, x, GATE_PARTS: tl.constexpr):
+    """which x in float32: which is 0/1 [C, C] in bfloat16, x [C, N] float32, exact to GATE_PARTS * 8 bits."""
+    part = x.to(tl.bfloat16)
+    total = tl.dot(which, part)
+    if GATE_PARTS > 1:
+        left = x - part.to(tl.float32)
+        part = left.to(tl.bfloat16)
+        total = tl.dot(which, part, total)
+        if GATE_PARTS > 2:
+            total = tl.dot(which, (left - part.to(tl.float32)).to(tl.bfloat16), total)
     return total

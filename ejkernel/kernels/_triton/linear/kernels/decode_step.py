@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import program_at
+from ejkernel.kernels._triton.linear.kernels.tiles import program_at
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def _row(x, token, head, c, HEADS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def steps(
+def decode_steps(
     q, k, v, gs, gamma, gk, gv, begin, cu_seqlens, scale, T,
     o, final,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, HGK: tl.constexpr, HGV: tl.constexpr, K: tl.constexpr,

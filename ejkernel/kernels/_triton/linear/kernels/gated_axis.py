@@ -1,10 +1,10 @@
-"""One gated side of a chunk of 64 rows in bfloat16: the fast form of `_gated.gated_side`, with the same formula.
+"""One gated axis of a chunk of 64 rows in bfloat16: the fast form of `general_gated_axis`, with the same formula.
 
-A thread holds all 8 rows of a block for its channel. Pairs of rows inside such a block are taken one by one in float32: the
-decay between them is a running product in a register, so a pair costs eight instructions and no layout ever changes. Only
-the three levels above (8, 16 and 32 rows) and the states are products on the tensor cores.
+A thread holds all 8 rows of a block for its channel. Scores of rows inside such a block are taken one by one in float32: the
+decay between two rows is a running product in a register, so each costs eight instructions and no layout ever changes. Only the
+three levels above (8, 16 and 32 rows) and the states are products on the tensor cores.
 
-Tile row r is chunk row (r % 8) * 8 + r // 8: with eight warps, warp w has block w.
+Rows are in block order: row r is chunk row (r % 8) * 8 + r // 8. With eight warps, warp w has block w.
 """
 
 # mypy: disable-error-code="assignment,var-annotated,misc"
@@ -14,16 +14,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._pairs import block_row, permuted
-from ejkernel.kernels._triton.recurrent._tiles import (
-    all_mild,
+from ejkernel.kernels._triton.linear.kernels.other_axis import other_rows
+from ejkernel.kernels._triton.linear.kernels.tiles import (
+    all_weak,
+    chunk_at,
     dot,
-    dot_of_halves,
+    dot_split,
     exp_of_log,
     load_state,
+    low_part,
     program_at,
-    rest_of,
-    slot_at,
     term_at,
 )
 
@@ -77,10 +77,10 @@ def _between(block, n, LEVEL: tl.constexpr):
 
 
 @triton.jit
-def _near_pairs(pm, xs, ys, es):
-    """(dx, dy, dg) of the pairs inside blocks of 8 rows, one by one; pm: where the pair (0, 0) of each block lies.
+def _within_blocks_one_by_one(pm, xs, ys, es):
+    """(dx, dy, dg) of the scores inside blocks of 8 rows, one by one; pm: where the score (0, 0) of each block lies.
 
-    Column by column of the pairs, with the decay from row j to row t in w.
+    Column by column, with the decay from row j to row t in w.
     """
     dxs = ()
     dys = ()
@@ -103,7 +103,7 @@ def _near_pairs(pm, xs, ys, es):
             if t < 7:
                 w = w * es[t + 1]
         dys = _put(dys, j, total)
-        spanning = tl.zeros_like(es[0])  # of pairs (t, j) with t >= r, for r from 7 down
+        spanning = tl.zeros_like(es[0])  # of scores (t, j) with t >= r, for r from 7 down
         for back in tl.static_range(7 - j):
             spanning += found[6 - j - back]
             dgs = _put(dgs, 7 - back, dgs[7 - back] + spanning)
@@ -170,59 +170,47 @@ def _of_blocks(a, b, BD: tl.constexpr):
 
 
 @triton.jit
-def _opposite(
-    x, token, rows, index, head, col, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """[64, BD] in tile order: of x [tokens, HEADS, D], or, with P > 0, of matrix `index` of prepared rows [matrices, 64, P]."""
-    if P > 0:
-        row = block_row(tl.arange(0, 64))[:, None]
-        return tl.load(x + index * (64 * P) + (row * P + col + tl.arange(0, BD)[None, :]))
-    else:
-        return permuted(x, token, rows, head // (H // HEADS), col, HEADS, D, BD, SIGN, EVEN)
-
-
-@triton.jit
 def _from_states(
-    x2, y2, tot2, starts, ends, token, rows, index, head, col, H: tl.constexpr, HX2: tl.constexpr, HY2: tl.constexpr,
+    x2, y2, chunk_decay2, starts, ends, token, rows, index, head, col, H: tl.constexpr, HX2: tl.constexpr, HY2: tl.constexpr,
     D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr, STRIDE: tl.constexpr,
-    STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, HALVES: tl.constexpr,
+    STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(rows of x2 S^T, rows of y2 dS^T, sum over the opposite channels of S * dS [BD]), before any decay of this side."""
+    """(rows of x2 S^T, rows of y2 dS^T, sum over the other axis' channels of S * dS [BD]), before any own decay."""
     from_start = tl.zeros([64, BD], tl.float32)
     from_end = tl.zeros([64, BD], tl.float32)
     through = tl.zeros([BD], tl.float32)
     WIDTH: tl.constexpr = (D2 + B2 - 1) // B2 * B2
-    for n in tl.range(0, (2 * HALVES - 1) * WIDTH, B2, num_stages=STAGES):
-        c2, left, right = term_at(n, index, WIDTH, HALVES)
+    for n in tl.range(0, (2 * SPLIT - 1) * WIDTH, B2, num_stages=STAGES):
+        c2, left, right = term_at(n, index, WIDTH, SPLIT)
         S = load_state(starts, right, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
-        bx2 = _opposite(x2, token, rows, left, head, c2, H, HX2, D2, P2, B2, SIGN, EVEN)
+        bx2 = other_rows(x2, token, rows, left, head, c2, True, H, HX2, D2, P2, B2, SIGN, EVEN)
         if ends is not None:
             dS = load_state(ends, left, col, c2, D, D2, STRIDE, STRIDE2, BD, B2)
-            by2 = _opposite(y2, token, rows, right, head, c2, H, HY2, D2, P2, B2, SIGN, EVEN)
+            by2 = other_rows(y2, token, rows, right, head, c2, True, H, HY2, D2, P2, B2, SIGN, EVEN)
         from_start = dot(bx2, tl.trans(S), from_start, DT, PREC)
         if ends is not None:
             from_end = dot(by2, tl.trans(dS), from_end, DT, PREC)
             product = S.to(tl.float32) * dS.to(tl.float32)
-            if tot2 is not None:
-                product *= tl.load(tot2 + index * P2 + c2 + tl.arange(0, B2))[None, :]
+            if chunk_decay2 is not None:
+                product *= tl.load(chunk_decay2 + index * P2 + c2 + tl.arange(0, B2))[None, :]
             through += tl.sum(product, 1)
     return _rows(from_start), _rows(from_end), through
 
 
 @triton.jit
-def _side_one(
-    x, y, g, gs, gamma, M, near, totals, x2, y2, tot2, starts, ends, token, rows, seq, head, index, col, scale,
+def _axis_of_chunk(
+    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, chunk_decay2, starts, ends, token, rows, seq, head, index, col,
+    scale,
     dx, dy, dg,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    HALVES: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 64
     DT: tl.constexpr = M.dtype.element_ty
-    M += index * (HALVES * C * C)
+    M += index * (SPLIT * C * C)
     blk = tl.arange(0, 8)[None, :]
     c = col + tl.arange(0, BD)[:, None]
     py = y + (token * HY + head // (H // HY)) * D + (blk * (8 * SIGN * HY * D) + c)  # [BD, 8]
@@ -230,7 +218,7 @@ def _side_one(
     if x is not None:
         px = x + (token * HX + head // (H // HX)) * D + (blk * (8 * SIGN * HX * D) + c)
     pg = g + (token * HG + head // (H // HG)) * D + (blk * (8 * SIGN * HG * D) + c)
-    pm = near + index * 512 + (blk * 64 + (c - c))  # [BD, 8]: the same address in every channel, to keep the layout
+    pm = within_blocks + index * 512 + (blk * 64 + (c - c))  # [BD, 8]: the same address in every channel, to keep the layout
     xs = ()
     ys = ()
     es = ()
@@ -249,10 +237,10 @@ def _side_one(
         ys = ys + (_row(py + t * (SIGN * HY * D), blk * 8 + t, rows, c, D, BD, EVEN),)
     if STATES_FIRST:
         start_rows, end_rows, through = _from_states(
-            x2, y2, tot2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2, SIGN,
-            EVEN, DT, PREC, HALVES, STAGES,
+            x2, y2, chunk_decay2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
+            SIGN, EVEN, DT, PREC, SPLIT, STAGES,
         )  # fmt: skip
-    dxs, dys, dgs = _near_pairs(pm, xs, ys, es)
+    dxs, dys, dgs = _within_blocks_one_by_one(pm, xs, ys, es)
     pre = (es[0],)
     suf = (tl.full([BD, 8], 1.0, tl.float32),)
     for t in tl.static_range(1, 8):
@@ -265,7 +253,7 @@ def _side_one(
     far32 = tl.full([BD, 8], 1.0, tl.float32)
     through_all = tl.full([BD, 8], 1.0, tl.float32)
     for n in tl.static_range(8):
-        decay = tl.load(totals + (index * 8 + n) * D + c + blk * 0, mask=c < D, other=1.0)
+        decay = tl.load(block_decays + (index * 8 + n) * D + c + blk * 0, mask=c < D, other=1.0)
         through_all *= decay
         before *= tl.where(blk > n, decay, 1.0)
         after *= tl.where(blk < n, decay, 1.0)
@@ -273,7 +261,7 @@ def _side_one(
         far32 *= tl.where(_between(blk, n, 2), decay, 1.0)
     # Levels of 8, 16 and 32 rows: upper blocks read, lower ones are read.
     r = tl.arange(0, C)
-    pairs = M + (r[:, None] * C + r[None, :])
+    scores = M + (r[:, None] * C + r[None, :])
     apart = (r & 7)[:, None] ^ (r & 7)[None, :]
     for level in tl.static_range(3):
         upper = ((blk >> level) & 1) == 1
@@ -283,16 +271,16 @@ def _side_one(
         if level == 2:
             far = far32
         own = ()
-        own_rest = ()
+        own_low = ()
         for t in tl.static_range(8):
             row = tl.where(upper, xs[t], ys[t]) * (tl.where(upper, pre[t], suf[t]) * far)
             own = own + (row.to(DT),)
-            own_rest = own_rest + (rest_of(row, row.to(DT)),)
+            own_low = own_low + (low_part(row, row.to(DT)),)
         here = (apart >> level) == 1
-        of_level = tl.load(pairs, mask=here, other=0.0)
-        if HALVES == 2:
-            of_rest = tl.load(pairs + C * C, mask=here, other=0.0)
-            found = dot_of_halves(of_level, of_rest, _tile(own), _tile(own_rest), None)
+        of_level = tl.load(scores, mask=here, other=0.0)
+        if SPLIT == 2:
+            of_low = tl.load(scores + C * C, mask=here, other=0.0)
+            found = dot_split(of_level, of_low, _tile(own), _tile(own_low), None)
         else:
             found = dot(of_level, _tile(own), None, DT, PREC)
         found = _rows(found)
@@ -300,16 +288,16 @@ def _side_one(
         if level == 1:
             reading16 = reading
             being_read16 = being_read
-    both16 = reading16 + being_read16  # a block is upper or lower, so one of the two is 0
-    of_levels = _of_blocks(both16, reading + being_read, BD)
+    sum16 = reading16 + being_read16  # a block is upper or lower, so one of the two is 0
+    of_levels = _of_blocks(sum16, reading + being_read, BD)
     whole = tl.zeros([BD, 8], tl.float32)
     for n in tl.static_range(8):
         of16, of32 = tl.split(of_levels[n])
         whole += tl.where(_between(n, blk, 1), of16[:, None], 0.0) + tl.where(_between(n, blk, 2), of32[:, None], 0.0)
     if not STATES_FIRST:
         start_rows, end_rows, through = _from_states(
-            x2, y2, tot2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2, SIGN,
-            EVEN, DT, PREC, HALVES, STAGES,
+            x2, y2, chunk_decay2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
+            SIGN, EVEN, DT, PREC, SPLIT, STAGES,
         )  # fmt: skip
     # The states are a level whose lower half is everything before the rows, or whose upper half is everything after them.
     dxs, dgs, starting = _add_start(start_rows, before * scale, xs, pre, dxs, dgs)
@@ -319,7 +307,7 @@ def _side_one(
     for n in tl.static_range(8):
         started, ended = tl.split(of_states[n])
         whole += tl.where(blk < n, started[:, None], 0.0) + tl.where(blk > n, ended[:, None], 0.0)
-    # The detour through a pair keeps the layout of S from spreading over all rows.
+    # The detour through a join keeps the layout of S from spreading over all rows.
     whole += tl.split(tl.join(through, through))[0][:, None] * through_all
     at = (token * H + head) * D + (blk * (8 * SIGN * H * D) + c)
     for t in tl.static_range(8):
@@ -333,43 +321,43 @@ def _side_one(
 
 
 @triton.jit
-def side(
-    x, y, g, gs, gamma, M, near, totals, x2, y2, tot2, starts, ends, slots, mild, scale, T, NT, COUNT, filled_dx, filled_dy,
-    filled_dg,
+def gated_axis(
+    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, chunk_decay2, starts, ends, chunks, weak, scale, T, NT, COUNT,
+    filled_dx, filled_dy, filled_dg,
     dx, dy, dg,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    HALVES: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: tiles of BD own channels * groups of GROUP of COUNT slots * heads.
+    """Programs: tiles of BD own channels * groups of GROUP of COUNT chunks * heads.
 
-    Chunks that are `mild` were done before, in the same memory. Forward (value side): x, ends, dy and dg are None, dx is the
-    output.
+    Chunks that are `weak` were done before, in the same memory. Forward (value channels): x, ends, dy and dg are None, dx is
+    the output.
 
-    M [slots, H, HALVES, 64, 64]: the opposite pairs, symmetric, in tile order; near: those inside blocks of 8 rows
-    (`pairs_of_plain`, `pairs_of_gated`). totals [slots, H, 8, D]: each block's decay.
+    M [chunks, H, SPLIT, 64, 64]: the other axis' scores, symmetric, in block order; within_blocks: those inside blocks of 8
+    rows (`scores_in_blocks`, `stored_scores_in_blocks`). block_decays [chunks, H, 8, D]: each block's decay.
 
-    x2, y2 [tokens, heads, D2], or, where the opposite side has a gate, [slots, H, 2, 64, P2] with its decays in them, and tot2
-    [slots, H, P2] its decay over a slot (`_key.prepare`); P2 is 0 where it has none.
+    x2, y2 [tokens, heads, D2], or, where the other axis has a gate, [chunks, H, 2, 64, P2] with its decays in them, and
+    chunk_decay2 [chunks, H, P2] its decay over a chunk (`gated_rows`); P2 is 0 where it has none.
 
-    starts, ends [slots, H, HALVES, K, V]: state before, adjoint after each slot; STRIDE and STRIDE2 are the own and the
-    opposite channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the pairs, which
+    starts, ends [chunks, H, SPLIT, K, V]: state before, adjoint after each chunk; STRIDE and STRIDE2 are the own and the
+    other channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the scores, which
     costs registers and hides the time of a long loop over them. filled_*: memory shared with the outputs.
     """
     TILES: tl.constexpr = (D + BD - 1) // BD
     tile, head, unit = program_at(TILES, H)
     first = unit * GROUP
-    if all_mild(mild, first, head, COUNT, H, GROUP):
+    if all_weak(weak, first, head, COUNT, H, GROUP):
         return
     for n in range(GROUP):
         s = first + n
         if s < COUNT:
-            token, rows, seq = slot_at(slots, s, T, NT, 64, SIGN)
+            token, rows, seq = chunk_at(chunks, s, T, NT, 64, SIGN)
             index = s.to(tl.int64) * H + head
-            if (rows > 0) & (tl.load(mild + index) == 0):
-                _side_one(
-                    x, y, g, gs, gamma, M, near, totals, x2, y2, tot2, starts, ends, token, rows, seq, head, index,
-                    tile * BD, scale, dx, dy, dg, H, HX, HY, HG, HGS, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
-                    SIGN, EVEN, PREC, HALVES, STAGES, STATES_FIRST,
+            if (rows > 0) & (tl.load(weak + index) == 0):
+                _axis_of_chunk(
+                    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, chunk_decay2, starts, ends, token, rows, seq,
+                    head, index, tile * BD, scale, dx, dy, dg, H, HX, HY, HG, HGS, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
+                    SIGN, EVEN, PREC, SPLIT, STAGES, STATES_FIRST,
                 )  # fmt: skip

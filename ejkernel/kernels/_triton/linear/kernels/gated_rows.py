@@ -1,9 +1,9 @@
-"""A decay per key channel, bfloat16: `prepare` is parallel over chunks, `outputs` walks them, in the backward pass too.
+"""What a scan feeds to tensor cores unchanged, of chunks with a decay per channel: exact for every gate, bfloat16, 64 rows.
 
-`prepare` reads q, k and the gate once and leaves, per chunk of 64 rows, what the walk feeds to tensor cores unchanged:
-q * pre (scaled), k * suf, the chunk's total decay and the scores A. Its dyadic tree is in registers: decays are multiplied,
-one exponential per element, and since at each level odd blocks hold queries and even blocks keys, one operand P serves both
-sides: scores of a level = P P^T. Levels inside 16 rows are 16 x 16 products of one warp, the last two levels whole tiles.
+`gated_rows` reads q, k and the gate once and leaves, per chunk, q * pre (scaled), k * suf, the chunk's decay and the
+intra-chunk scores A. Its dyadic tree is in registers: decays are multiplied, one exponential per element, and since at each
+level odd blocks hold queries and even blocks keys, one operand P serves both: scores of a level = P P^T. Levels inside 16 rows
+are 16 x 16 products of one warp, the last two levels whole tiles. Of a gate per value channel it makes the same, of do and v.
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import (
-    all_mild,
+from ejkernel.kernels._triton.linear.kernels.tiles import (
+    all_weak,
+    chunk_at,
     dot,
     exp_of_log,
-    load_rows,
+    low_part,
     program_at,
-    rest_of,
-    slot_at,
-    store_halves,
-    store_rows,
-    store_state,
+    store_split,
 )
-from ejkernel.kernels._triton.recurrent._walk import rows_of, segment_at, slot_of, start_of, walked_last
 
 
 @triton.jit
@@ -60,15 +56,15 @@ def _double(fq, fk, total, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _prepare_one(
+def _rows_of_chunk(
     q, k, g, gs, gamma, token, rows, seq, head, index, scale,
-    A, rest, qd, kd, tot, totals,
+    A, A_low, qd, kd, chunk_decay, block_decays,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 64
     DT: tl.constexpr = kd.dtype.element_ty
-    PT: tl.constexpr = tl.float32 if HALVES == 2 else DT  # of the tree's operands, multiplied as tf32
+    PT: tl.constexpr = tl.float32 if SPLIT == 2 else DT  # of the tree's operands, multiplied as tf32
     VEC: tl.constexpr = BK // 32
     # Tile row r is chunk row (r % 4) * 16 + r // 4.  With 4 warps and VEC = BK / 32 columns a thread, the compiler's
     # blocked layout then gives warp w the rows 16w..16w+15, all 16 in the same thread: levels 0-3 touch registers only.
@@ -93,7 +89,7 @@ def _prepare_one(
     r16 = tl.arange(0, 16)
     x16 = (r16[:, None] ^ r16[None, :])[None, :, :]
     acc16 = tl.zeros([4, 16, 16], tl.float32)  # the four diagonal 16x16 blocks of A: diagonal and levels 0-3
-    acc = tl.zeros([C, C], tl.float32)  # the rest: levels 4 and 5
+    acc = tl.zeros([C, C], tl.float32)  # everything else: levels 4 and 5
     for ik in range(0, KP, BK):
         if EVEN and K % BK == 0:
             if q is not None:
@@ -134,11 +130,11 @@ def _prepare_one(
                 s16 = dot(P, tl.permute(P, [0, 2, 1]), None, PT, "tf32")
                 acc16 = tl.where((x16 >> level) == 1, acc16 + s16, acc16)
             fq, fk, p = _double(fq, fk, p, 3 - level)
-            if level == 2 and totals is not None:
+            if level == 2 and block_decays is not None:
                 i = tl.arange(0, 8)[:, None]
                 n = (i & 3) * 2 + (i >> 2)  # p's axes are row bit 3, then bits 5 and 4
                 column = ik + tl.arange(0, BK)[None, :]
-                tl.store(totals + (index * 8 + n) * K + column, tl.reshape(p, [8, BK]), mask=column < K)
+                tl.store(block_decays + (index * 8 + n) * K + column, tl.reshape(p, [8, BK]), mask=column < K)
         for level in tl.static_range(4, 6):  # row bits 4, 5 (warps): axes 5, 4
             if q is not None:
                 P = tl.permute(tl.reshape(tl.where(_upper(9 - level), fq, fk).to(PT), [16, 4, BK]), [1, 0, 2])
@@ -150,16 +146,16 @@ def _prepare_one(
                     acc = tl.where((x >> level) == 1, whole, acc)
             fq, fk, p = _double(fq, fk, p, 9 - level)
         if q is not None:
-            store_halves(qd + ik, index * HALVES, C * KP, cd + od, tl.reshape(fq, [C, BK]), HALVES)
-        store_halves(kd + ik, index * HALVES, C * KP, cd + od, tl.reshape(fk, [C, BK]), HALVES)
-        tl.store(tot + index * KP + ik + tl.arange(0, BK), tl.reshape(p, [BK]))
+            store_split(qd + ik, index * SPLIT, C * KP, cd + od, tl.reshape(fq, [C, BK]), SPLIT)
+        store_split(kd + ik, index * SPLIT, C * KP, cd + od, tl.reshape(fk, [C, BK]), SPLIT)
+        tl.store(chunk_decay + index * KP + ik + tl.arange(0, BK), tl.reshape(p, [BK]))
     if q is not None:
         w16 = tl.arange(0, 4)[:, None, None] * 16
         a16 = tl.where((r16[:, None] >= r16[None, :])[None, :, :], acc16, 0.0)
         at = index * (C * C) + ((w16 + r16[None, :, None]) * C + w16 + r16[None, None, :])
         tl.store(A + at, a16.to(DT))
-        if rest is not None:
-            tl.store(rest + at, rest_of(a16, a16.to(DT)))
+        if A_low is not None:
+            tl.store(A_low + at, low_part(a16, a16.to(DT)))
         # as [32, 128]: a [64, 64] store would share its vector width with the [64, BK] loads above (coalescing pass)
         a = tl.reshape(tl.where(r[:, None] > r[None, :], acc, 0.0), [32, 128])
         rr = tl.arange(0, 32)
@@ -167,99 +163,35 @@ def _prepare_one(
         at = index * (C * C) + (rr[:, None] * 128 + cc[None, :])
         off_diagonal = (rr // 8)[:, None] != ((cc % 64) // 16)[None, :]
         tl.store(A + at, a.to(DT), mask=off_diagonal)
-        if rest is not None:
-            tl.store(rest + at, rest_of(a, a.to(DT)), mask=off_diagonal)
+        if A_low is not None:
+            tl.store(A_low + at, low_part(a, a.to(DT)), mask=off_diagonal)
 
 
 @triton.jit
-def prepare(
-    q, k, g, gs, gamma, slots, mild, scale, T, NT, COUNT, filled_A, filled_rest, filled_qd, filled_kd, filled_tot,
-    A, rest, qd, kd, tot, totals,
+def gated_rows(
+    q, k, g, gs, gamma, chunks, weak, scale, T, NT, COUNT, filled_A, filled_A_low, filled_qd, filled_kd, filled_chunk_decay,
+    A, A_low, qd, kd, chunk_decay, block_decays,
     H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: groups of GROUP of COUNT slots * heads. Chunks that are `mild` [slots, H] are done already, in the same memory.
+    """Programs: groups of GROUP of COUNT chunks * heads. Chunks that are `weak` [chunks, H] are done already, in this memory.
 
-    A [slots, H, 64, 64], qd, kd [slots, H, HALVES, 64, KP], tot [slots, H, KP]; KP >= K in steps of BK. HALVES: 1, or 2 with
-    what rounding has left of the rows, whose pairs then are products of tf32. totals [slots, H, 8, K] (None: not kept): the
-    decay of each block of 8 rows, for `_side`. rest: what rounding has left of A, or None. Without q none of A, rest, qd.
+    A [chunks, H, 64, 64], qd, kd [chunks, H, SPLIT, 64, KP], chunk_decay [chunks, H, KP]; KP >= K in steps of BK. SPLIT: 1, or
+    2: high and low part of the rows, whose scores then are products of tf32. block_decays [chunks, H, 8, K] (None: not kept):
+    the decay of each block of 8 rows, for `gated_axis`. A_low: the low part of A, or None. Without q none of A, A_low, qd.
     filled_*: memory shared with outputs.
     """
     _, head, unit = program_at(1, H)
     first = unit * GROUP
-    if all_mild(mild, first, head, COUNT, H, GROUP):
+    if all_weak(weak, first, head, COUNT, H, GROUP):
         return
     for n in range(GROUP):
         s = first + n
         if s < COUNT:
-            token, rows, seq = slot_at(slots, s, T, NT, 64, SIGN)
+            token, rows, seq = chunk_at(chunks, s, T, NT, 64, SIGN)
             index = s.to(tl.int64) * H + head
-            if (rows > 0) & (tl.load(mild + index) == 0):
-                _prepare_one(
-                    q, k, g, gs, gamma, token, rows, seq, head, index, scale, A, rest, qd, kd, tot, totals, H, HK, HG, HGS, K,
-                    KP, BK, SIGN, EVEN, HALVES,
+            if (rows > 0) & (tl.load(weak + index) == 0):
+                _rows_of_chunk(
+                    q, k, g, gs, gamma, token, rows, seq, head, index, scale, A, A_low, qd, kd, chunk_decay, block_decays, H,
+                    HK, HG, HGS, K, KP, BK, SIGN, EVEN, SPLIT,
                 )  # fmt: skip
-
-
-@triton.jit
-def outputs(
-    qd, kd, tot, A, rest, v, begin, ends, end_decay, slots, segments, T, NT, NS, SC,
-    o, final, states, decay,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
-    EVEN: tl.constexpr, ADJOINT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Programs: value tiles * segments * heads. With decay given: only each segment's end (in final) and its decay.
-
-    rest: what rounding has left of A, where that matters, else None. ADJOINT walks back in time with q * pre for kd, k * suf
-    for qd and do for v: o is then dv, states the adjoints after every chunk.
-    """
-    C: tl.constexpr = 64
-    SEGMENT: tl.constexpr = decay is not None
-    TV: tl.constexpr = (V + BV - 1) // BV
-    tile, head, unit = program_at(TV, H)
-    b = tile * BV
-    g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
-    if seq < 0:
-        return
-    last = walked_last(place, total, ADJOINT)
-    if SEGMENT:
-        if last:
-            return
-    r = tl.arange(0, C)
-    ck = tl.arange(0, KP)
-    S = start_of(begin, ends, end_decay, None, g, seq, place, total, head, 0, b, ADJOINT, H, K, V, V, 1, KP, BV, 0)
-    kept = tl.full([KP], 1.0, tl.float32)
-    token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
-    for n in tl.range(count, num_stages=STAGES):
-        s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
-        index = s.to(tl.int64) * H + head
-        at = index * (C * KP) + (r[:, None] * KP + ck[None, :])
-        bk = tl.load(kd + at)  # [C, KP]
-        bv = load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN).to(bk.dtype)  # [C, BV]
-        bt = tl.load(tot + index * KP + ck)  # [KP]
-        if SEGMENT:
-            kept *= bt
-        else:
-            if states is not None:
-                store_state(states, S, index, 0, b, K, V, KP, BV)
-            bq = tl.load(qd + at)
-            pair = index * (C * C) + (r[:, None] * C + r[None, :])
-            ba = tl.load(A + pair)  # [C, C]
-            if ADJOINT:
-                ba = tl.trans(ba)
-            bo = tl.dot(ba, bv, tl.dot(bq, S.to(bq.dtype)))
-            if rest is not None:
-                ba = tl.load(rest + pair)
-                if ADJOINT:
-                    ba = tl.trans(ba)
-                bo = tl.dot(ba, bv, bo)
-            store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
-        S = tl.dot(tl.trans(bk), bv, S * bt[:, None])
-    if SEGMENT:
-        at = g.to(tl.int64) * H + head
-        store_state(final, S, at, 0, b, K, V, KP, BV)
-        if b == 0:
-            tl.store(decay + at * K + ck, kept, mask=ck < K)
-    else:
-        if last:
-            store_state(final, S, seq.to(tl.int64) * H + head, 0, b, K, V, KP, BV)

@@ -1,9 +1,9 @@
 """The decays of a whole head (g of rank 3, g_gamma) over one chunk.
 
 Where products have float32's digits (EXACT) every log decay is summed over just the rows it spans, in the kernel that needs it.
-Otherwise they are differences of one running sum of log decays clamped to -90, which `running_sums` makes once for all kernels:
-a reset is still 0 (exp(-90) is), nothing is infinite, and the sums of 64 rows are right to 2^-24 of 64 * 90 at worst: a tenth
-of bfloat16's rounding, and less than float16's. Without g a row's distance tells its decay, exactly.
+Otherwise they are differences of one running sum of log decays clamped to -90, which `running_log_decays` makes once for all
+kernels: a reset is still 0 (exp(-90) is), nothing is infinite, and the sums of 64 rows are right to 2^-24 of 64 * 90 at worst:
+a tenth of bfloat16's rounding, and less than float16's. Without g a row's distance tells its decay, exactly.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._tiles import exp_of_log, head_log_decay, program_at, slot_at, sums, upto
+from ejkernel.kernels._triton.linear.kernels.tiles import chunk_at, exp_of_log, head_log_decay, program_at, sums, upto
 
 RESET = tl.constexpr(-89.5)  # a difference of neighbouring running sums below it is a clamped step
 
@@ -34,14 +34,14 @@ def _decay(log, EXACT: tl.constexpr):
 
 
 @triton.jit
-def running_sums(
-    gs, gamma, slots, T, NT,
+def running_log_decays(
+    gs, gamma, chunks, T, NT,
     running,
     H: tl.constexpr, HGS: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Programs: tiles of BH heads * slots. running [slots, H, C]: sums of clamped log decays up to and with each row."""
+    """Programs: tiles of BH heads * chunks. running [chunks, H, C]: sums of clamped log decays up to and with each row."""
     tile, _, s = program_at((H + BH - 1) // BH, 1)
-    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    token, rows, seq = chunk_at(chunks, s, T, NT, C, SIGN)
     h = tile * BH + tl.arange(0, BH)[None, :]
     r = tl.arange(0, C)[:, None]
     here = (r < rows) & (h < H)
@@ -58,7 +58,7 @@ def head_decays(
 ):  # fmt: skip
     """(log decays for `decay_matrix` [C], decay up to and with each row [C], decay after it [C], decay of the chunk).
 
-    gs: g itself where EXACT, else what `running_sums` made of g and gamma, of which row `index` is read; constant: of
+    gs: g itself where EXACT, else what `running_log_decays` made of g and gamma, of which row `index` is read; constant: of
     `constant_decay`, all that is read without g.
     """
     r = tl.arange(0, C)
@@ -109,8 +109,10 @@ def decay_matrix(gs, logs, constant, TRANSPOSED: tl.constexpr, C: tl.constexpr, 
 
 @triton.jit
 def not_reset(gs, index, C: tl.constexpr):
-    """[C]: False in rows whose decay is a reset, by what `running_sums` made. The gradient of such a decay is 0: what is found
-    of it is rounding."""
+    """[C]: False in rows whose decay is a reset, by what `running_log_decays` made.
+
+    The gradient of such a decay is 0: what is found of it is rounding.
+    """
     r = tl.arange(0, C)
     before = tl.load(gs + index * C + r - 1, mask=r > 0, other=0.0)
     return tl.load(gs + index * C + r) - before > RESET

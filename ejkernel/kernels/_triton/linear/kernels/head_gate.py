@@ -1,11 +1,11 @@
 """Chunks whose decay is one number per head and step (g of rank 3, g_gamma), or that do not decay.
 
     o  = scale ((q k^T) * D) v + scale pre * (q S)          D[t, s]: product of the decays after s up to t; 0 for s > t
-    S' = tot S + (k suf)^T v
+    S' = (the chunk's decay) S + (k suf)^T v
 
-`forward` walks a segment's chunks with the state in registers and reads every input once. For states that do not fit, `prepare`
-makes what `_wide` or `_key.outputs` walks (bfloat16, up to 256 key channels), or `outputs` does one chunk from a stored state.
-`backward` does one chunk from the stored state and adjoint.
+`head_gate_scan` scans a segment's chunks with the state in registers and reads every input once. For states that do not fit,
+`head_gate_rows` makes what `scan_rows` and `scan_rows_wide` scan (bfloat16, up to 256 key channels), or `head_gate_outputs`
+does one chunk from a stored state. `head_gate_backward` does one chunk from the stored state and adjoint.
 """
 
 from __future__ import annotations
@@ -13,44 +13,51 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.recurrent._decays import constant_decay, decay_matrix, head_decays, not_reset
-from ejkernel.kernels._triton.recurrent._tiles import (
+from ejkernel.kernels._triton.linear.kernels.head_decays import constant_decay, decay_matrix, head_decays, not_reset
+from ejkernel.kernels._triton.linear.kernels.segments import (
+    chunk_in_turn,
+    ends_sequence,
+    rows_of_segment,
+    scanned_segment,
+    state_at_start,
+)
+from ejkernel.kernels._triton.linear.kernels.tiles import (
+    chunk_at,
     dot,
     load_rows,
     load_state,
     onwards,
     program_at,
-    slot_at,
     store_rows,
     store_state,
 )
-from ejkernel.kernels._triton.recurrent._walk import rows_of, segment_at, slot_of, start_of, walked_last
 
 
 @triton.jit
-def forward(
-    q, k, v, gs, gamma, begin, ends, end_decay, slots, segments, scale, T, NT, NS, SC,
+def head_gate_scan(
+    q, k, v, gs, gamma, begin, ends, end_decay, chunks, segments, scale, T, NT, NS, SC,
     o, final, states,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, DECAYS: tl.constexpr,
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, ADJOINT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs: value tiles * segments * heads; BK >= K. states [slots, H, K, V] (None: not kept): S before every chunk.
+    """Programs: value tiles * segments * heads; BK >= K. states [chunks, H, K, V] (None: not kept): S before every chunk.
 
     STRIDE_K, STRIDE_V: of begin, ends and final, which may be stored transposed; ends' decays [.., DECAYS] are all alike.
-    ADJOINT walks back in time and lets every row see the rows from it on: with (v, do, q) for (q, k, v) it gives dk, with
+    ADJOINT goes back in time and lets every row see the rows from it on: with (v, do, q) for (q, k, v) it gives dk, with
     (k, q, do) dv. (Not adjoint, (do, v, k) gives dq.)
     """
     GATED: tl.constexpr = (gs is not None) or (gamma is not None)
     TV: tl.constexpr = (V + BV - 1) // BV
     tile, head, unit = program_at(TV, H)
     b = tile * BV
-    g, first, count, seq, place, total = segment_at(segments, unit, NT, NS, SC)
-    if seq < 0:
+    segment, idle = scanned_segment(segments, unit, NT, NS, SC, ADJOINT, False)
+    if idle:
         return
-    S = start_of(
-        begin, ends, end_decay, None, g, seq, place, total, head, 0, b, ADJOINT, H, K, V, STRIDE_K, STRIDE_V, BK, BV, DECAYS
+    _g, first, count, seq, _place, _total = segment
+    S = state_at_start(
+        begin, ends, end_decay, None, segment, head, 0, b, ADJOINT, H, K, V, STRIDE_K, STRIDE_V, BK, BV, DECAYS
     )  # [BK, BV]
     constant = constant_decay(gamma, seq, head, H)
     t = tl.arange(0, C)[:, None]
@@ -62,9 +69,9 @@ def forward(
             D = tl.where(t <= u, 1.0, 0.0)
         else:
             D = tl.where(t >= u, 1.0, 0.0)
-    token0, rows_left = rows_of(slots, first, count, T, NT, C, SIGN)
+    token0, rows_left = rows_of_segment(chunks, first, count, T, NT, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
-        s, token, rows = slot_of(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
+        s, token, rows = chunk_in_turn(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
         index = s.to(tl.int64) * H + head
         bq = load_rows(q, token, rows, head // (H // HQ), 0, HQ, K, C, BK, SIGN, EVEN)  # [C, BK]
         bk = load_rows(k, token, rows, head // (H // HK), 0, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
@@ -95,52 +102,52 @@ def forward(
         store_rows(o, bo, token, rows, head, b, H, V, C, BV, SIGN, EVEN)
         S = dot(tl.trans(bk.to(DT)), passed, S, DT, PREC)
     if final is not None:
-        if walked_last(place, total, ADJOINT):
+        if ends_sequence(segment, ADJOINT):
             store_state(final, S, seq.to(tl.int64) * H + head, 0, b, K, V, BK, BV)
 
 
 @triton.jit
-def prepare(
-    q, k, gs, gamma, slots, scale, T, NT,
-    A, qd, kd, tot,
+def head_gate_rows(
+    q, k, gs, gamma, chunks, scale, T, NT,
+    A, qd, kd, chunk_decay,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Programs: slots * heads. What `_key.prepare` leaves of a gate per key channel, of a head's own decay or of none."""
+    """Programs: chunks * heads. What `gated_rows` leaves of a gate per key channel, of a head's own decay or of none."""
     _, head, s = program_at(1, H)
-    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    token, rows, seq = chunk_at(chunks, s, T, NT, C, SIGN)
     if rows <= 0:
         return
     index = s.to(tl.int64) * H + head
     r = tl.arange(0, C)
     constant = constant_decay(gamma, seq, head, H)
     logs, pre, suf, kept = head_decays(gs, gamma, constant, index, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
-    pairs = tl.zeros([C, C], tl.float32)
+    scores = tl.zeros([C, C], tl.float32)
     for col in range(0, KP, BK):
         bq = load_rows(q, token, rows, head, col, H, K, C, BK, SIGN, EVEN)  # [C, BK]
         bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
-        pairs = dot(bq, tl.trans(bk.to(DT)), pairs, DT, PREC)
+        scores = dot(bq, tl.trans(bk.to(DT)), scores, DT, PREC)
         i = col + tl.arange(0, BK)
         at = index * (C * KP) + (r[:, None] * KP + i[None, :])
         tl.store(qd + at, (bq.to(tl.float32) * (pre * scale)[:, None]).to(DT))
         tl.store(kd + at, (bk.to(tl.float32) * suf[:, None]).to(DT))
-        tl.store(tot + index * KP + i, tl.zeros([BK], tl.float32) + kept)
-    pairs *= decay_matrix(gs, logs, constant, False, C, EXACT)
-    tl.store(A + index * (C * C) + (r[:, None] * C + r[None, :]), (pairs * scale).to(DT))
+        tl.store(chunk_decay + index * KP + i, tl.zeros([BK], tl.float32) + kept)
+    scores *= decay_matrix(gs, logs, constant, False, C, EXACT)
+    tl.store(A + index * (C * C) + (r[:, None] * C + r[None, :]), (scores * scale).to(DT))
 
 
 @triton.jit
-def outputs(
-    q, k, v, gs, gamma, starts, slots, scale, T, NT,
+def head_gate_outputs(
+    q, k, v, gs, gamma, starts, chunks, scale, T, NT,
     o,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Programs: value tiles * slots * heads. starts [slots, H, K, V]: S before every chunk."""
+    """Programs: value tiles * chunks * heads. starts [chunks, H, K, V]: S before every chunk."""
     TV: tl.constexpr = (V + BV - 1) // BV
     tile, head, s = program_at(TV, H)
     b = tile * BV
-    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    token, rows, seq = chunk_at(chunks, s, T, NT, C, SIGN)
     if rows <= 0:
         return
     index = s.to(tl.int64) * H + head
@@ -170,7 +177,7 @@ def _scores(
     q, k, token, rows, head, kv, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """[C, C]: q k^T of a slot."""
+    """[C, C]: q k^T of a chunk."""
     A = tl.zeros([C, C], tl.float32)
     for c in range(0, K, BK):
         bq = load_rows(q, token, rows, head, c, H, K, C, BK, SIGN, EVEN)
@@ -186,17 +193,17 @@ def _sum_before(a_before, a, b_before, b):
 
 
 @triton.jit
-def backward(
-    q, k, v, gs, gamma, do, starts, ends, slots, scale, T, NT,
+def head_gate_backward(
+    q, k, v, gs, gamma, do, starts, ends, chunks, scale, T, NT,
     dq, dk, dv, dg,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Programs: slots * heads. dq, dk [tokens, H, K], dv [tokens, H, V] or None; dg [tokens, H] (None without a gate)."""
+    """Programs: chunks * heads. dq, dk [tokens, H, K], dv [tokens, H, V] or None; dg [tokens, H] (None without a gate)."""
     GATED: tl.constexpr = (gs is not None) or (gamma is not None)
     _, head, s = program_at(1, H)
     kv = head // (H // HK)
-    token, rows, seq = slot_at(slots, s, T, NT, C, SIGN)
+    token, rows, seq = chunk_at(chunks, s, T, NT, C, SIGN)
     if rows <= 0:
         return
     index = s.to(tl.int64) * H + head
@@ -220,10 +227,10 @@ def backward(
     dA *= D
     if GATED and EXACT:
         A = _scores(q, k, token, rows, head, kv, H, HK, K, C, BK, SIGN, EVEN, DT, PREC)
-        # The decay of row r is a factor of every pair s < r <= t: added up for each r, over t >= r and then over s < r.
+        # The decay of row r is a factor of every score with s < r <= t: added up for each r, over t >= r and then over s < r.
         spanned = dot(onwards(C), tl.where(t > u, A * dA, 0.0), None, DT, PREC)
-        of_pairs = tl.sum(tl.where(u < t, spanned, 0.0), 1)  # [C]
-    # A row's pair with itself has no decay. Apart from the others it cannot drown them where all decays are strong.
+        of_scores = tl.sum(tl.where(u < t, spanned, 0.0), 1)  # [C]
+    # A row's score with itself has no decay. Apart from the others it cannot drown them where all decays are strong.
     itself = tl.sum(tl.where(t == u, dA, 0.0), 1)  # [C]
     dA = tl.where(t > u, dA, 0.0).to(DT)
     dAt = tl.trans(dA)
@@ -246,7 +253,7 @@ def backward(
                 through += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1), 0)
         fq = bq.to(tl.float32)
         fk = bk.to(tl.float32)
-        # One side after the other, dq stored before dk is begun: so three programs of 64 channels fit without spills.
+        # One after the other, dq stored before dk is begun: so three programs of 64 channels fit without spills.
         if GATED:
             xq *= pre[:, None]
         else:
@@ -279,12 +286,12 @@ def backward(
             store_rows(dv, dot(At, bd, xv, DT, PREC), token, rows, head, c, H, V, C, BV, SIGN, EVEN)
     if GATED:
         # The decay of row r is in what every row t >= r reads, of the state and of rows s < r, in what the state keeps of every
-        # row before r, and in what passes through the whole chunk. Where a pair (t, s) is not counted by itself (EXACT) it
-        # counts at t and, negative, at s, by the very same products: of pairs from r on only rounding is left in the sum.
+        # row before r, and in what passes through the whole chunk. Where a score (t, s) is not counted by itself (EXACT) it
+        # counts at t and, negative, at s, by the very same products: of scores from r on only rounding is left in the sum.
         kept_before, _ = tl.associative_scan((tl.zeros([C], tl.float32), at_suffix), 0, _sum_before)
         dlog = tl.cumsum(balance, 0, reverse=True) + kept_before + through * kept
         if EXACT:
-            dlog += of_pairs
+            dlog += of_scores
         elif gs is not None:
             dlog = tl.where(passes, dlog, 0.0)
         r = tl.arange(0, C)

@@ -1,4 +1,4 @@
-"""Chunks whose decays are mild take a shorter way than the exact tree: which ones, and that both ways agree."""
+"""Weakly gated chunks take a shorter way than the exact tree: which ones are, and that both ways agree."""
 
 import dataclasses
 
@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
-import triton.language as tl
-
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.platform_function import recurrent_problem
-from ejkernel.kernels._triton.recurrent import _launch_key, _mild, _solve
-from ejkernel.kernels._triton.recurrent._launch import Call
-from ejkernel.kernels._triton.recurrent._plan import Plan
+from ejkernel.kernels._triton.linear._call import Call
+from ejkernel.kernels._triton.linear._plan import Plan
+from ejkernel.kernels._triton.linear.routes import route_of
+from ejkernel.kernels._triton.linear.routes.rows import rows_of_keys
 from ejkernel.testing.compare import relative_rms
+from tests.triton.along import plan_of, run_along
 from tests.triton.linear_cases import Case
 from tests.triton.linear_reference import value_and_grads
 from tests.triton.test_interpreted import run
@@ -23,15 +23,15 @@ from tests.triton.test_interpreted import run
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter's own tests")
 
 
-def test_a_chunk_is_mild_up_to_a_sum_of_80_in_every_channel():
+def test_a_chunk_is_weakly_gated_up_to_a_sum_of_80_in_every_channel():
     steps = [-0.05, -1.2, -1.3, 0.5, 2.0, 0.0, -jnp.inf, -1e4]
     gk = jnp.repeat(jnp.asarray(steps), 64)[None, :, None, None] * jnp.ones((1, 1, 2, 16))
     gk = gk.at[0, 5 * 64 + 7, 1, 3].set(-1e4)  # one channel of one head is enough
     x = jnp.ones((1, 8 * 64, 2, 16), jnp.bfloat16)
     problem = recurrent_problem(x, x, x, gk=gk)
     arrays = {name: getattr(problem, name) for name in ("query", "key", "value", "gk")}
-    side = _launch_key.prepared_keys(Call.of(Plan.of(problem, LinearConfig("chunked", 64)), arrays, None), totals=True)
-    np.testing.assert_array_equal(side.strength.mild, np.asarray([[1, 1, 0, 1, 0, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0]]).T)
+    rows = rows_of_keys(Call.of(Plan.of(problem, LinearConfig("chunked", 64)), arrays, None), block_decays=True)
+    np.testing.assert_array_equal(rows.gates.weak, np.asarray([[1, 1, 0, 1, 0, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0]]).T)
 
 
 CASES = [
@@ -48,13 +48,11 @@ def worst(got, want) -> float:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_both_ways_agree(case, monkeypatch):
+def test_both_ways_agree(case):
     want = value_and_grads(case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, case.cu_seqlens)
     for most in (80.0, -1.0):
-        monkeypatch.setattr(_mild, "MILD", tl.constexpr(most))
-        _solve._forward.clear_cache()
-        _solve._backward.clear_cache()
-        assert worst(run(case), want) < 6e-3, most
+        route = route_of(plan_of(case, weak_limit=most))
+        assert worst(run_along(case, route), want) < 6e-3, most
 
 
 def test_gates_at_the_limit_lose_nothing():

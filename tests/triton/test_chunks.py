@@ -1,4 +1,6 @@
-"""How packed calls are cut into slots and segments."""
+"""How packed calls are cut into chunks and segments."""
+
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,20 +10,23 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.platform_function import recurrent_problem
-from ejkernel.kernels._triton.recurrent import _plan
-from ejkernel.kernels._triton.recurrent._plan import Plan, Segments, Slots, owner
+from ejkernel.kernels._triton.linear._chunks import LENGTH_CLASSES, Chunks, Segments, owner
+from ejkernel.kernels._triton.linear._plan import Plan
+
+LIMITS = pytest.mark.parametrize("limit", [1 << 22, 0], ids=["compared with all", "searched"])
 
 
-def packed(lengths, reverse=False):
+def packed(lengths, reverse=False, **changes):
     T = sum(lengths)
     cu_seqlens = jnp.cumsum(jnp.asarray([0, *lengths], jnp.int32), dtype=jnp.int32)
     x = jnp.ones((1, T, 1, 16), jnp.bfloat16)
     problem = recurrent_problem(x, x, x, cu_seqlens=cu_seqlens, reverse=reverse)
-    return Slots.of(Plan.of(problem, LinearConfig("chunked", 64)), 1, T, cu_seqlens)
+    plan = dataclasses.replace(Plan.of(problem, LinearConfig("chunked", 64)), **changes)
+    return Chunks.of(plan, 1, T, cu_seqlens)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_slots_hold_every_token_once(reverse):
+def test_chunks_hold_every_token_once(reverse):
     lengths = [5, 0, 200, 64, 0, 129]
     token, rows, seq = np.asarray(packed(lengths, reverse).table)
     sign = -1 if reverse else 1
@@ -30,25 +35,23 @@ def test_slots_hold_every_token_once(reverse):
     np.testing.assert_array_equal(np.bincount(seq, rows, minlength=6), lengths)
 
 
-@pytest.mark.parametrize("limit", [1 << 22, 0], ids=["compared with all", "searched"])
+@LIMITS
 @pytest.mark.parametrize(
     "lengths", [[96, 4100, 777, 0, 2048, 300, 5000], [512] * 9, [5000], [0, 0, 12345], [*range(0, 6000, 120)], [70] * 300]
 )
-def test_segments_start_with_the_longest_and_hold_every_slot_once(lengths, limit, monkeypatch):
-    monkeypatch.setattr(_plan, "COMPARE_ALL", limit)
-    slots = packed(lengths)
-    segments = Segments.of(slots, len(lengths), len(lengths) * 16)
+def test_segments_start_with_the_longest_and_hold_every_chunk_once(lengths, limit):
+    segments = Segments.of(packed(lengths, compare_all=limit), len(lengths), len(lengths) * 16)
     segment, first, count, seq, place, total = np.asarray(segments.table)
     used = seq >= 0
-    assert (np.diff(count[used]) <= segments.chunks / _plan.LENGTH_CLASSES).all()
+    assert (np.diff(count[used]) <= segments.length / LENGTH_CLASSES).all()
     assert len(set(segment[used])) == used.sum()
     assert segment[used].max() < segments.count
     held = np.concatenate([np.arange(f, f + n) for f, n in zip(first[used], count[used], strict=True)])
     np.testing.assert_array_equal(np.sort(held), np.arange(sum(-(-n // 64) for n in lengths)))
     if max(lengths) >= 4096:
-        assert max(count) == segments.chunks < max(lengths) // 64  # the longest sequence is split
+        assert max(count) == segments.length < max(lengths) // 64  # the longest sequence is split
     for i in range(len(lengths)):  # also the empty one has a segment: it hands its state on
-        assert total[seq == i][0] == max(1, -(-lengths[i] // 64 // segments.chunks)) == (seq == i).sum()
+        assert total[seq == i][0] == max(1, -(-lengths[i] // 64 // segments.length)) == (seq == i).sum()
         in_order = np.argsort(place[seq == i])
         np.testing.assert_array_equal(place[seq == i][in_order], np.arange(total[seq == i][0]))
         np.testing.assert_array_equal(np.diff(segment[seq == i][in_order]), 1)
@@ -57,12 +60,11 @@ def test_segments_start_with_the_longest_and_hold_every_slot_once(lengths, limit
 @pytest.mark.parametrize(("programs", "segments"), [(16, 16), (64, 4), (119, 2), (120, 1), (1000, 1)])
 def test_sequences_are_split_while_programs_are_few(programs, segments):
     x = jnp.ones((1, 64 * 128, 1, 16), jnp.bfloat16)
-    slots = Slots.of(Plan.of(recurrent_problem(x, x, x), LinearConfig("chunked", 64)), 1, 64 * 128, None)
-    assert Segments.of(slots, 1, programs).per_sequence == segments
+    chunks = Chunks.of(Plan.of(recurrent_problem(x, x, x), LinearConfig("chunked", 64)), 1, 64 * 128, None)
+    assert Segments.of(chunks, 1, programs).per_sequence == segments
 
 
-@pytest.mark.parametrize("limit", [1 << 22, 0], ids=["compared with all", "searched"])
-def test_owner(limit, monkeypatch):
-    monkeypatch.setattr(_plan, "COMPARE_ALL", limit)
+@LIMITS
+def test_owner(limit):
     first = jnp.asarray([0, 2, 2, 5, 9])
-    np.testing.assert_array_equal(owner(first, jnp.arange(11)), [0, 0, 2, 2, 2, 3, 3, 3, 3, 3, 3])
+    np.testing.assert_array_equal(owner(first, jnp.arange(11), limit), [0, 0, 2, 2, 2, 3, 3, 3, 3, 3, 3])
