@@ -73,9 +73,10 @@ def report(capability: int, calls: list[str], every_candidate: bool = False) -> 
     Args:
         every_candidate: with each configuration that the tuner would try, instead of the default alone.
     """
+    from ejkernel.callib import compile_for
     from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
     from ejkernel.kernels._triton import recurrent
-    from ejkernel.kernels._triton.recurrent._candidates import candidates
+    from ejkernel.kernels._triton.linear import TritonLinear
 
     def forward(arrays: Any, cfg: Any) -> Any:
         return recurrent(**arrays, cfg=cfg)
@@ -88,8 +89,9 @@ def report(capability: int, calls: list[str], every_candidate: bool = False) -> 
         arrays = arguments(*CALLS.get(name, (("g", "gk", "gv", "g_gamma"), 128, 128, "bfloat16")))
         if name == "decode":
             arrays = {n: x if n == "g_gamma" else jax.ShapeDtypeStruct(_step(n, x.shape), x.dtype) for n, x in arrays.items()}
-        problem = jax.eval_shape(lambda arrays: recurrent_problem(**arrays), arrays)
-        for cfg in candidates(problem)[: None if every_candidate else 1]:
+        with compile_for(capability):
+            problem = jax.eval_shape(lambda arrays: recurrent_problem(**arrays), arrays)
+        for cfg in TritonLinear().candidates(problem)[: None if every_candidate else 1]:
             run = functools.partial(forward if name.endswith(("decode", "forward")) else gradient, cfg=cfg)
             for kernel, used in dict.fromkeys((k, tuple(u.items())) for k, u in kernels_of(run, (arrays,), capability)):
                 yield {"capability": capability, "call": name, "kernel": kernel, **dict(used), "config": _changed(cfg)}

@@ -56,14 +56,14 @@ def compile_candidate(arrays: Arrays, cfg: LinearConfig, capability: int, forwar
 def compile_all(chosen: dict[str, Arrays], capability: int, jobs: int, forward_only: bool) -> None:
     """Compiles every candidate of every call, `jobs` at a time. One that does not compile is reported here, and again by the
     tuner, which rejects it."""
-    from ejkernel.kernels._triton.recurrent._candidates import candidates
+    from ejkernel.kernels._triton.linear import TritonLinear
 
     begin, count = time.monotonic(), 0
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_on_cpu) as pool:
         waiting = {
             pool.submit(compile_candidate, arrays, cfg, capability, forward_only): (name, cfg)
             for name, arrays in chosen.items()
-            for cfg in candidates(problem_of(arrays))
+            for cfg in TritonLinear().candidates(problem_of(arrays))
         }
         for done in as_completed(waiting):
             if (error := done.exception()) is not None:

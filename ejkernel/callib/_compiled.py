@@ -26,7 +26,7 @@ class Options:
     num_warps: int
     num_stages: int
     maxnreg: int | None
-    fewer_stages: bool = False  # lower the stages where the shared memory is too small for them
+    shrink_stages: bool = False  # lower the stages where the shared memory is too small for them
 
 
 def pointer_type(dtype: Any) -> str:
@@ -78,7 +78,7 @@ def compile_to_fit(
     options: Options,
     capability: int,
 ) -> Any:
-    """`compile_kernel` with as many stages as asked for, or, with `fewer_stages`, as that GPU's shared memory has room for.
+    """`compile_kernel` with as many stages as asked for, or, with `shrink_stages`, as that GPU's shared memory has room for.
 
     Raises:
         RuntimeError: it has not.
@@ -89,7 +89,7 @@ def compile_to_fit(
         if compiled.metadata.shared <= room:
             return compiled
         stages = max(options.num_stages, constants.get("STAGES", 1))
-        if stages <= 1 or not options.fewer_stages:
+        if stages <= 1 or not options.shrink_stages:
             raise RuntimeError(
                 f"{kernel.fn.__name__} needs {compiled.metadata.shared} bytes of shared memory with these tiles; a GPU of "
                 f"compute capability {capability / 10} has {room}. Give smaller tiles or fewer stages (to an "

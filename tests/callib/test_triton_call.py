@@ -245,15 +245,15 @@ def test_compiled_the_name_is_the_functions_symbol(tmp_path):
 @pytest.mark.parametrize(("capability", "num_stages", "STAGES"), [(90, 3, 2), (80, 2, 2), (89, 1, 1), (130, 1, 1)])
 def test_as_many_stages_as_the_gpu_has_room_for(monkeypatch, capability, num_stages, STAGES):
     compiled = _pretend_to_compile(monkeypatch, bytes_per_stage=60_000)
-    options = _compiled.Options(4, 3, None, fewer_stages=True)
+    options = _compiled.Options(4, 3, None, shrink_stages=True)
     _compiled.compile_to_fit(scaled_sum, (), {"B": 32, "STAGES": 2}, options, capability)
     assert compiled[-1] == (num_stages, STAGES)
 
 
-@pytest.mark.parametrize(("fewer_stages", "needed"), [(True, 120_000), (False, 360_000)])
-def test_too_little_shared_memory_is_said(monkeypatch, fewer_stages, needed):
+@pytest.mark.parametrize(("shrink_stages", "needed"), [(True, 120_000), (False, 360_000)])
+def test_too_little_shared_memory_is_said(monkeypatch, shrink_stages, needed):
     _pretend_to_compile(monkeypatch, bytes_per_stage=120_000)
-    options = _compiled.Options(4, 3, None, fewer_stages)
+    options = _compiled.Options(4, 3, None, shrink_stages)
     with pytest.raises(RuntimeError, match=rf"scaled_sum needs {needed} bytes .* capability 8.9 has 101376.* smaller tiles"):
         _compiled.compile_to_fit(scaled_sum, (), {"B": 32}, options, 89)
 

@@ -15,7 +15,7 @@ import jax, jax.numpy as jnp
 from ejkernel.testing.triton_calls import arguments
 from ejkernel.callib import compile_for
 from ejkernel.kernels._triton.lightning_attn import lightning_attn
-from ejkernel.kernels._triton.recurrent import recurrent
+from ejkernel.kernels._triton import recurrent
 from ejkernel.kernels._triton.recurrent_gla import recurrent_gla
 
 def lower(f, *args, **options):
