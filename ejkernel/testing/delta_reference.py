@@ -48,7 +48,8 @@ def delta_reference(
         q, k = (x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True) + L2NORM_EPSILON) for x in (q, k))
     q, k = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (q, k))
     scale = K**-0.5 if softmax_scale is None else softmax_scale
-    decay = jnp.ones((*b.shape, 1)) if g is None else jnp.exp(jnp.asarray(g, dtype)).reshape(*b.shape, -1)
+    decay = jnp.ones((*b.shape, 1)) if g is None else jnp.exp(jnp.asarray(g, dtype))
+    decay = decay[..., None] if decay.ndim == 3 else decay
     S = jnp.zeros((B, H, K, V)) if initial_state is None else jnp.reshape(initial_state, (B, H, K, V))
 
     def step(S: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
