@@ -6,13 +6,13 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels._linear.operations import GLA
 from ejkernel.modules.base import default_executor
-from ejkernel.modules.operations._linear_kernel import LinearKernel
+from ejkernel.modules.operations._recurrence_kernel import RecurrenceKernel
 from ejkernel.modules.operations.configs import GLAttentionConfig
 
 __all__ = ["GLAttention", "GLAttentionConfig", "gla_attention"]
 
 
-class GLAttention(LinearKernel):
+class GLAttention(RecurrenceKernel):
     """`gla_attention` as the executor sees it."""
 
     signature = GLA

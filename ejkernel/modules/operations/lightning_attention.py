@@ -6,13 +6,13 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels._linear.operations import LIGHTNING
 from ejkernel.modules.base import default_executor
-from ejkernel.modules.operations._linear_kernel import LinearKernel
+from ejkernel.modules.operations._recurrence_kernel import RecurrenceKernel
 from ejkernel.modules.operations.configs import LightningAttentionConfig
 
 __all__ = ["LightningAttention", "LightningAttentionConfig", "lightning_attention"]
 
 
-class LightningAttention(LinearKernel):
+class LightningAttention(RecurrenceKernel):
     """`lightning_attention` as the executor sees it."""
 
     signature = LIGHTNING

@@ -6,13 +6,13 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels._linear.operations import RECURRENT
 from ejkernel.modules.base import default_executor
-from ejkernel.modules.operations._linear_kernel import LinearKernel
+from ejkernel.modules.operations._recurrence_kernel import RecurrenceKernel
 from ejkernel.modules.operations.configs import RecurrentAttentionConfig
 
 __all__ = ["RecurrentAttention", "RecurrentAttentionConfig", "recurrent_attention"]
 
 
-class RecurrentAttention(LinearKernel):
+class RecurrentAttention(RecurrenceKernel):
     """`recurrent_attention` as the executor sees it."""
 
     signature = RECURRENT

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from ejkernel.kernels._xla.gated_delta_rule._triangular import transposed, unit_lower
-from ejkernel.kernels._xla.recurrent._products import Array, Matmul
+from ejkernel.kernels._xla.linear._products import Array, Matmul
 
 
 class Scores(NamedTuple):

@@ -10,8 +10,8 @@ import numpy as np
 
 from ejkernel.kernels._xla.gated_delta_rule._chunk import Scores, ScoresGrads
 from ejkernel.kernels._xla.gated_delta_rule._triangular import masked
-from ejkernel.kernels._xla.recurrent._products import Array, Matmul
-from ejkernel.kernels._xla.recurrent._scalar_chunk import Decay, decay_of
+from ejkernel.kernels._xla.linear._products import Array, Matmul
+from ejkernel.kernels._xla.linear._scalar_chunk import Decay, decay_of
 
 
 def scores(mm: Matmul, q: Array, k: Array, decay: Array | None) -> tuple[Scores, Decay | None]:

@@ -18,7 +18,7 @@ from jax import lax
 from ejkernel._varying import vary, varying_axes
 from ejkernel.kernels._xla.gated_delta_rule import _channel_gate, _chunk, _head_gate
 from ejkernel.kernels._xla.gated_delta_rule._layout import Layout, Place
-from ejkernel.kernels._xla.recurrent._products import Matmul
+from ejkernel.kernels._xla.linear._products import Matmul
 
 Array = jax.Array
 Arrays = Mapping[str, Array]  # query, key, value, beta, and those of g, initial_state that are given

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels._xla.recurrent._products import Array, Matmul
+from ejkernel.kernels._xla.linear._products import Array, Matmul
 
 TILE = 16
 
