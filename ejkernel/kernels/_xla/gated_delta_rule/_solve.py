@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._delta import DeltaProblem, GatedDeltaRuleConfig
+from ejkernel.kernels._xla._common.explicit_mesh import over_explicit_axes
 from ejkernel.kernels._xla.gated_delta_rule import _loop
 from ejkernel.kernels._xla.gated_delta_rule._derivative import alike, linear_map
-from ejkernel.kernels._xla.gated_delta_rule._explicit_mesh import over_explicit_axes
 from ejkernel.kernels._xla.gated_delta_rule._loop import Plan
 
 Array = jax.Array
@@ -34,7 +34,9 @@ def solve(problem: DeltaProblem, cfg: GatedDeltaRuleConfig) -> tuple[Array, Arra
     given = {name: x for name in (*DIFFERENTIABLE, "cu_seqlens") if (x := getattr(problem, name)) is not None}
     arrays = dict(zip(given, alike(list(given.values())), strict=True))
     cu_seqlens = arrays.pop("cu_seqlens", None)
-    run = over_explicit_axes(functools.partial(_solve, _plan(problem, cfg)), arrays, cu_seqlens is not None)
+    batch, heads, values = ("value", 0), ("value", 2), ("value", 3)
+    placed = (batch, None, heads, values), (None if cu_seqlens is not None else batch, heads, ("key", 3), values)
+    run = over_explicit_axes(functools.partial(_solve, _plan(problem, cfg)), arrays, placed, _loop.PER_TOKEN)
     return run(arrays, cu_seqlens)
 
 
