@@ -17,6 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from ejkernel._device import default_device, describe
 from ejkernel.modules import attention
 
 HEADS, CHANNELS = 8, 64
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="512,1024,4096")
     parser.add_argument("--long", type=int, default=32768, help="length to measure memory at; 0: leave out")
     options = parser.parse_args()
-    print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}, {jax.default_backend()}")
+    print(f"jax {jax.__version__} on {describe(default_device())}")
     if options.long:
         memory(options.long)  # first, while this process has not grown for anything else
     for length in map(int, options.lengths.split(",")):

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
+from ejkernel.kernels._attention import AttentionConfig
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations.attention import Attention, attention
 from ejkernel.testing.compare import relative_rms
@@ -80,9 +80,7 @@ def errors(shape: tuple[int, int, int, int]) -> dict[str, float]:
 def compare(shape: tuple[int, int, int, int]) -> bool:
     batch, length, heads, channels = shape
     args = inputs(shape)
-    choice = default_executor().choose(
-        Attention(), AttentionProblem.from_arguments(*args[:3], causal=True, return_weights=False)
-    )
+    choice = default_executor().choose(Attention(), *args[:3], causal=True, return_weights=False)
     found = errors(shape)
     right = max(found.values()) < LIMIT
     print(f"{shape}: auto runs {choice.config.platform}; errors " + ", ".join(f"{n} {e:.1e}" for n, e in found.items()))

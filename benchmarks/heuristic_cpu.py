@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 
-from ejkernel.kernels._linear.platform_function import recurrent_problem
+from ejkernel.kernels._linear.operations import recurrent as problem_of
 from ejkernel.kernels._xla import recurrent
 from ejkernel.testing.shapes import CPU
 from ejkernel.testing.timing import DIRECTIONS, best_times, directed
@@ -20,11 +20,11 @@ def main() -> None:
     label = lambda cfg: f"{cfg.schedule} {cfg.block_q}"
     for shape in CPU:
         arrays = shape.arrays()
-        problem = recurrent_problem(**arrays)
-        chosen = recurrent.heuristic(problem)
+        problem = problem_of(**arrays)
+        chosen = recurrent.implementation.heuristic(problem)
         for direction in DIRECTIONS:
             functions = {}
-            for cfg in dict.fromkeys([chosen, *recurrent.candidates(problem)]):
+            for cfg in dict.fromkeys([chosen, *recurrent.implementation.candidates(problem)]):
                 call = functools.partial(lambda cfg, **a: recurrent(**a, cfg=cfg)[0], cfg)
                 functions[label(cfg)] = directed(call, direction)
             times = best_times(functions, arrays, shape.cotangent(), seconds=0.4)

@@ -23,19 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-CALLS = {  # name: (gates, K, V, dtype)
-    "none": ((), 128, 128, "bfloat16"),
-    "g": (("g",), 128, 128, "bfloat16"),
-    "g_gamma": (("g_gamma",), 64, 64, "bfloat16"),
-    "gk": (("gk",), 128, 128, "bfloat16"),
-    "gk wide": (("gk",), 256, 512, "bfloat16"),
-    "g broad": (("g",), 256, 512, "bfloat16"),
-    "g wide": (("g",), 512, 320, "bfloat16"),
-    "gk gv": (("gk", "gv"), 128, 96, "bfloat16"),
-    "gk gv forward": (("gk", "gv"), 128, 96, "bfloat16"),
-    "all float32": (("g", "gk", "gv", "g_gamma"), 64, 64, "float32"),
-    "g float16": (("g",), 64, 64, "float16"),
-}
+from ejkernel.testing.triton_calls import CALLS, arguments
 
 
 def resources(kernel: Any) -> dict[str, int]:
@@ -59,7 +47,7 @@ def kernels_of(function: Any, arguments: Any, capability: int) -> list[tuple[str
     original = _compiled.run_compiled
 
     def compile_only(kernel: Any, names: Any, args: Any, outputs: Any, _: Any, constants: Any, *rest: Any) -> Any:
-        *_, options, _ = rest
+        (options,) = (x for x in rest if isinstance(x, _compiled.Options))
         signature, absent = _compiled.signature_of(names, [*args, *outputs])
         everything = {**constants, **absent}
         asked = _compiled.compile_kernel(kernel, signature, tuple(sorted(everything.items())), options, capability)
@@ -79,24 +67,16 @@ def kernels_of(function: Any, arguments: Any, capability: int) -> list[tuple[str
     return seen
 
 
-def arguments(gates: tuple[str, ...], K: int, V: int, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Two rows of 1000 tokens, four heads over two."""
-    B, T, H, Hkv = 2, 1000, 4, 2
-    of = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
-    gate = {"g": of(B, T, H, dtype="float32"), "gk": of(B, T, Hkv, K), "gv": of(B, T, H, V), "g_gamma": of(H, dtype="float32")}
-    arrays = {"query": of(B, T, H, K), "key": of(B, T, Hkv, K), "value": of(B, T, Hkv, V)}
-    return arrays | {n: gate[n] for n in gates} | {"initial_state": of(B, H, K, V, dtype="float32")}
-
-
 def report(capability: int, calls: list[str], every_candidate: bool = False) -> Iterator[dict[str, Any]]:
     """One entry for each kernel of these calls, forward and backward; "... forward" alone; of the call "decode", a step.
 
     Args:
         every_candidate: with each configuration that the tuner would try, instead of the default alone.
     """
-    from ejkernel.kernels._linear.platform_function import recurrent_problem
-    from ejkernel.kernels._triton.recurrent import recurrent
-    from ejkernel.kernels._triton.recurrent._candidates import candidates
+    from ejkernel.callib import compile_for
+    from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
+    from ejkernel.kernels._triton import recurrent
+    from ejkernel.kernels._triton.linear import TritonLinear
 
     def forward(arrays: Any, cfg: Any) -> Any:
         return recurrent(**arrays, cfg=cfg)
@@ -109,8 +89,9 @@ def report(capability: int, calls: list[str], every_candidate: bool = False) -> 
         arrays = arguments(*CALLS.get(name, (("g", "gk", "gv", "g_gamma"), 128, 128, "bfloat16")))
         if name == "decode":
             arrays = {n: x if n == "g_gamma" else jax.ShapeDtypeStruct(_step(n, x.shape), x.dtype) for n, x in arrays.items()}
-        problem = jax.eval_shape(lambda arrays: recurrent_problem(**arrays), arrays)
-        for cfg in candidates(problem)[: None if every_candidate else 1]:
+        with compile_for(capability):
+            problem = jax.eval_shape(lambda arrays: recurrent_problem(**arrays), arrays)
+        for cfg in TritonLinear().candidates(problem)[: None if every_candidate else 1]:
             run = functools.partial(forward if name.endswith(("decode", "forward")) else gradient, cfg=cfg)
             for kernel, used in dict.fromkeys((k, tuple(u.items())) for k, u in kernels_of(run, (arrays,), capability)):
                 yield {"capability": capability, "call": name, "kernel": kernel, **dict(used), "config": _changed(cfg)}

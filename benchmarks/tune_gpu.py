@@ -15,61 +15,20 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from benchmarks.linear_attention_gpu import LENGTHS, inputs, rows
-from ejkernel.kernels._linear import LinearConfig, LinearProblem
-from ejkernel.kernels._linear.platform_function import recurrent_problem
-from ejkernel.modules import GLAttention, LightningAttention, RecurrentAttention
-from ejkernel.ops import ConfigCache, Invocation, Tuner, dumps, merge
-from ejkernel.ops.config.codec import from_fields, to_fields
+from ejkernel.kernels._linear import LinearConfig
+from ejkernel.ops import ConfigCache, Tuner
+from ejkernel.ops.config.codec import to_fields
 from ejkernel.ops.config.shipped import FOLDER, device_name
 from ejkernel.ops.key import device_kind
-
-Arrays = dict[str, Any]
-
-
-class TritonRecurrent(RecurrentAttention):
-    """`recurrent_attention` with the triton platform's candidates alone: the others are known to be slower at these sizes."""
-
-    def candidate_cfgs(self, inv: Invocation) -> Iterable[LinearConfig]:
-        return [cfg for cfg in super().candidate_cfgs(inv) if cfg.platform == "triton"]
-
-
-def calls() -> dict[str, Arrays]:
-    """Arguments of `recurrent_attention`, as shapes, by name."""
-    found: dict[str, Arrays] = {}
-    for shape, kind in rows():
-        arrays = jax.eval_shape(lambda shape=shape, kind=kind: inputs(shape, kind)[0])
-        if shape.startswith("packed"):
-            arrays["cu_seqlens"] = jax.ShapeDtypeStruct((len(LENGTHS) + 1,), jnp.int32)
-        found[f"{shape} {kind}"] = arrays
-    step = jax.ShapeDtypeStruct((128, 1, 16, 128), jnp.bfloat16)
-    state = jax.ShapeDtypeStruct((128, 16, 128, 128), jnp.float32)
-    found["decode gk"] = {"query": step, "key": step, "value": step, "gk": step, "initial_state": state}
-    return found
-
-
-def problem_of(arrays: Arrays) -> LinearProblem:
-    return jax.eval_shape(lambda arrays: recurrent_problem(**arrays), arrays)
-
-
-def invocations(arrays: Arrays) -> list[Invocation]:
-    """The call as `recurrent_attention` makes it, then as the operations that are special cases of it do."""
-    problem = problem_of(arrays)
-    kernels: list[Any] = [TritonRecurrent()]
-    if problem.gv is None:
-        kernels.append(GLAttention())
-    if problem.g is None and problem.gk is None and problem.gv is None and problem.g_gamma is not None:
-        kernels.append(LightningAttention())
-    return [Invocation.of(kernel, problem, platform=None) for kernel in kernels]
+from ejkernel.testing.linear_gpu import calls
+from ejkernel.testing.shipping import Arrays, problem_of, tune_call, write
 
 
 def _on_cpu() -> None:
@@ -79,7 +38,7 @@ def _on_cpu() -> None:
 def compile_candidate(arrays: Arrays, cfg: LinearConfig, capability: int, forward_only: bool) -> int:
     """Compiles what one candidate launches into Triton's cache; gives the number of kernels."""
     from benchmarks.triton_resources import kernels_of
-    from ejkernel.kernels._triton.recurrent import recurrent
+    from ejkernel.kernels._triton import recurrent
 
     cu_seqlens = arrays.get("cu_seqlens")
     floats = {name: x for name, x in arrays.items() if name != "cu_seqlens"}
@@ -97,14 +56,14 @@ def compile_candidate(arrays: Arrays, cfg: LinearConfig, capability: int, forwar
 def compile_all(chosen: dict[str, Arrays], capability: int, jobs: int, forward_only: bool) -> None:
     """Compiles every candidate of every call, `jobs` at a time. One that does not compile is reported here, and again by the
     tuner, which rejects it."""
-    from ejkernel.kernels._triton.recurrent._candidates import candidates
+    from ejkernel.kernels._triton.linear import TritonLinear
 
     begin, count = time.monotonic(), 0
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_on_cpu) as pool:
         waiting = {
             pool.submit(compile_candidate, arrays, cfg, capability, forward_only): (name, cfg)
             for name, arrays in chosen.items()
-            for cfg in candidates(problem_of(arrays))
+            for cfg in TritonLinear().candidates(problem_of(arrays))
         }
         for done in as_completed(waiting):
             if (error := done.exception()) is not None:
@@ -112,25 +71,6 @@ def compile_all(chosen: dict[str, Arrays], capability: int, jobs: int, forward_o
             else:
                 count += done.result()
     print(f"compiled {count} kernels of {len(waiting)} candidates in {time.monotonic() - begin:.0f} s", flush=True)
-
-
-def tune_call(arrays: Arrays, tuner: Tuner, forward_only: bool, cache: ConfigCache) -> dict[str, Any]:
-    """Races one call's candidates, stores the winner for every operation that makes the call, and gives the record."""
-    first, *others = invocations(arrays)
-    tuned = tuner.tune(first, validate_backward=not forward_only)
-    cache.put(first.key, tuned.config, tuned.record)
-    for inv in others:
-        assert inv.kernel._config_cls is not None
-        config = from_fields(inv.kernel._config_cls, to_fields(tuned.config))
-        summary = {name: value for name, value in tuned.record.items() if name != "candidates"}
-        cache.put(inv.key, config, {**summary, "measured_as": first.kernel.op_id})
-    return {"config": tuned.config, **tuned.record}
-
-
-def write(file: Path, cache: ConfigCache) -> None:
-    """Adds the cache's entries to the file; of two entries for one call, the later one stays."""
-    text = dumps(cache)
-    file.write_text(merge(file.read_text(encoding="utf-8"), text) if file.exists() else text, encoding="utf-8")
 
 
 def main() -> None:
@@ -165,7 +105,7 @@ def main() -> None:
             if "reason" in candidate:
                 print(f"  rejected {candidate['config']}: {candidate['reason']}", file=sys.stderr)
         if file is not None:  # after every call: what is measured is kept if a later one fails
-            write(file, cache)
+            write(file, device_kind(device), cache)
     if file is not None:
         print(f"{len(list(cache.items()))} entries in {file}")
 

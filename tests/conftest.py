@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
-import jax
 import pytest
+
+from ejkernel._device import backend_of, default_device
 
 # Triton decides when a kernel is decorated whether it is interpreted, so this comes before any of them is imported. Where there
 # is a GPU, kernels are compiled (make test-gpu).
-if jax.default_backend() == "cpu":
+if backend_of(default_device()) == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

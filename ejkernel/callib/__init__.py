@@ -3,9 +3,10 @@
 Importing this needs neither Triton nor a GPU; calling does, and says what is missing.
 """
 
-from ejkernel.callib._triton import compile_for, is_interpreted, shared_memory_limit, triton_call
+from ejkernel.callib._compiled import shared_memory_of
+from ejkernel.callib._triton import Launch, compile_for, instead_of_launching, is_interpreted, triton_call
 
-__all__ = ["cdiv", "compile_for", "is_interpreted", "shared_memory_limit", "triton_call"]
+__all__ = ["Launch", "cdiv", "compile_for", "instead_of_launching", "is_interpreted", "shared_memory_of", "triton_call"]
 
 
 def cdiv(x: int, y: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,7 @@ class Options:
     num_warps: int
     num_stages: int
     maxnreg: int | None
-    fewer_stages: bool = False  # lower the stages where the shared memory is too small for them
+    shrink_stages: bool = False  # lower the stages where the shared memory is too small for them
 
 
 def pointer_type(dtype: Any) -> str:
@@ -77,7 +78,7 @@ def compile_to_fit(
     options: Options,
     capability: int,
 ) -> Any:
-    """`compile_kernel` with as many stages as asked for, or, with `fewer_stages`, as that GPU's shared memory has room for.
+    """`compile_kernel` with as many stages as asked for, or, with `shrink_stages`, as that GPU's shared memory has room for.
 
     Raises:
         RuntimeError: it has not.
@@ -88,7 +89,7 @@ def compile_to_fit(
         if compiled.metadata.shared <= room:
             return compiled
         stages = max(options.num_stages, constants.get("STAGES", 1))
-        if stages <= 1 or not options.fewer_stages:
+        if stages <= 1 or not options.shrink_stages:
             raise RuntimeError(
                 f"{kernel.fn.__name__} needs {compiled.metadata.shared} bytes of shared memory with these tiles; a GPU of "
                 f"compute capability {capability / 10} has {room}. Give smaller tiles or fewer stages (to an "
@@ -131,20 +132,22 @@ def run_compiled(
     zeroed: frozenset[int],
     options: Options,
     target: int | None,
+    name: str,
 ) -> list[jax.Array]:
     gpu_triton = _plugin()
     target = capability() if target is None else target
     signature, absent = signature_of(names, [*args, *outputs])
     compiled = compile_to_fit(kernel, signature, {**constants, **absent}, options, target)
     meta = compiled.metadata
-    program = gpu_triton.TritonKernel(meta.name, meta.num_warps, 1, meta.shared, compiled.asm["ptx"], "", target)
+    symbol, ptx = renamed(compiled, name)
+    program = gpu_triton.TritonKernel(symbol, meta.num_warps, 1, meta.shared, ptx, "", target)
     parameters = []
-    for name, x in zip(names, [*args, *outputs], strict=True):
+    for parameter, x in zip(names, [*args, *outputs], strict=True):
         if x is None:
             continue
         if hasattr(x, "dtype"):
             index = len(names) - len(outputs)
-            bytes_to_zero = x.size * x.dtype.itemsize if names.index(name) - index in zeroed else 0
+            bytes_to_zero = x.size * x.dtype.itemsize if names.index(parameter) - index in zeroed else 0
             parameters.append(gpu_triton.create_array_parameter(bytes_to_zero, POINTER_ALIGNMENT))
         else:
             parameters.append(gpu_triton.create_scalar_parameter(x, _scalar_type(x)))
@@ -157,7 +160,19 @@ def run_compiled(
         vmap_method="sequential",
         input_output_aliases={place[i]: o for i, o in aliases.items()},
     )
-    return list(call_on_gpu(*arrays, opaque=zlib.compress(call.to_proto(meta.name, b""))))
+    return list(call_on_gpu(*arrays, opaque=zlib.compress(call.to_proto(name, b""))))
+
+
+def renamed(compiled: Any, name: str) -> tuple[str, str]:
+    """`(symbol, PTX)` of a compiled kernel under another name, which is what a profiler of the GPU shows.
+
+    Only the entry's own name is changed: nothing in a kernel refers to it, and a short one may be an instruction's too.
+    """
+    own, ptx = compiled.metadata.name, compiled.asm["ptx"]
+    symbol = re.sub(r"\W", "_", name, flags=re.ASCII)
+    symbol = f"_{symbol}" if symbol[0].isdigit() else symbol
+    ptx, entries = re.subn(rf"(\.entry\s+){re.escape(own)}(?=\s*\()", rf"\g<1>{symbol}", ptx)
+    return (symbol, ptx) if entries == 1 else (own, compiled.asm["ptx"])
 
 
 def _plugin() -> Any:

@@ -46,11 +46,23 @@ def _root(
     pass
 
 
+def _run_or_say_why_not() -> None:
+    try:
+        app(prog_name="ejkernel")
+    except RuntimeError as problem:
+        if "initialize backend" not in str(problem):  # JAX has no class of its own for it
+            raise
+        try:
+            _screen.fail(f"JAX cannot use its device: {str(problem).splitlines()[0]}")
+        except typer.Exit as end:  # nothing is left that would turn it into an exit
+            raise SystemExit(end.exit_code) from None
+
+
 def run() -> None:
     """The entry point of the command."""
     _screen.show_warnings()
     try:
-        app(prog_name="ejkernel")
+        _run_or_say_why_not()
     except SystemExit as end:
         if not left_behind():
             raise

@@ -13,26 +13,24 @@ import typer
 
 from ejkernel.cli import _bench_tables, _options
 from ejkernel.cli._contenders import chosen_rivals, contenders
-from ejkernel.cli._measure import Measured, measure
+from ejkernel.cli._measure import Measured, Settings, measure
 from ejkernel.cli._operations import (
-    OPERATIONS,
     Operation,
     chosen_dtypes,
     chosen_gates,
     chosen_operations,
     chosen_platforms,
+    load_modules,
+    refuse_without_gates,
+    shape_of,
     words,
 )
 from ejkernel.cli._screen import INTERRUPTED, fail, json_text, print_json, progress, screen, side, wrong_use
-from ejkernel.testing.shapes import Shape
+from ejkernel.testing.record import Sizes, find, records
 from ejkernel.testing.timing import DIRECTIONS
 
 FORMAT = 1
-# Where no shape is named: layers of usual size, at lengths that the device takes in reasonable time.
-_DEFAULTS = {
-    "cpu": ("2x{T}x4x64x64", "1x{T}x8x64x64", (512, 1024, 2048, 4096), "float32"),
-    "other": ("8x{T}x16x128x128", "8x{T}x16x128x128", (1024, 2048, 4096, 8192), "bfloat16"),
-}
+_RIVALS = dict.fromkeys(name for op in records() for name in op.rivals)  # of this library's operations
 
 
 def bench(
@@ -47,10 +45,13 @@ def bench(
     platform: _options.Platforms = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(metavar="LIST", help="Against: scan, fla, jax.nn, cudnn, or none. All that run here when left out."),
+        typer.Option(metavar="LIST", help=f"Against: {', '.join(_RIVALS)}, or none. All that run here when left out."),
     ] = None,
     seconds: Annotated[float, typer.Option(metavar="S", help="Time for each measurement, after compiling.")] = 1.0,
     no_error: Annotated[bool, typer.Option("--no-error", help="Times only.")] = False,
+    strong_gates: Annotated[
+        bool, typer.Option("--strong-gates", help="Some runs of strong gates and resets among the weak gates, as tuning has.")
+    ] = False,
     summary: Annotated[bool, typer.Option("--summary", help="Only the last table: one line per operation.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write everything as JSON.")] = None,
     plot: Annotated[
@@ -59,14 +60,14 @@ def bench(
     from_file: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="Show or plot what --save wrote, measuring nothing.")
     ] = None,
+    load: _options.Load = None,
     as_json: _options.Json = False,
 ) -> None:
     """Time the operations on this device, with error and floor beside.
 
-    Ours against a hand-written lax.scan, jax.nn.dot_product_attention, cuDNN and flash-linear-attention, as far as they run
-    here. A time is the best of several calls. Errors are relative RMS against float64, of the last 256 tokens (two heads) of
-    the call that is timed. The floor is the larger of bytes over bandwidth and operations over peak, both measured on this
-    device. Exits with 1 when ours does not run.
+    Ours against what people would use instead, as far as it runs here. A time is the best of several calls. Errors are
+    relative RMS against float64, of the last 256 tokens (two heads) of long calls. The floor is the larger of bytes over
+    bandwidth and operations over peak, both measured on this device. Exits with 1 when ours does not run.
 
     \b
     Examples:
@@ -77,10 +78,12 @@ def bench(
       ejkernel bench --from run.json --plot run.svg
     """
     _check(plot, seconds)
+    load_modules(load)
     if from_file is not None:
         measuring = {
             "--op": op, "--shapes": shapes, "--lengths": lengths, "--gates": gates, "--dtype": dtype, "--platform": platform,
             "--compare": compare, "--direction": direction != "both", "--seconds": seconds != 1.0, "--no-error": no_error,
+            "--strong-gates": strong_gates, "--load": load,
         }  # fmt: skip
         given = [name for name, value in measuring.items() if value]
         if given:
@@ -88,13 +91,15 @@ def bench(
         about, measured = _read(from_file)
         interrupted = False
     else:
-        directions = _directions(direction)
+        settings = Settings(_directions(direction), seconds, not no_error, strong_gates)
         operations, platforms = chosen_operations(op), chosen_platforms(platform)
         rivals = chosen_rivals(words(compare), operations)
         calls = _calls(operations, shapes, lengths, gates, dtype)
-        measured, interrupted = _run(calls, directions, platforms, rivals, seconds, not no_error)
+        if strong_gates:
+            refuse_without_gates("--strong-gates", operations)
+        measured, interrupted = _run(calls, platforms, rivals, settings)
         measured = _with_best_floors(measured)
-        about = _about({call.dtype for _, call in calls})
+        about = _about({call.dtype for _, call in calls}, strong_gates)
     content = {"format": FORMAT, "about": about, "measurements": [dataclasses.asdict(one) for one in measured]}
     if save is not None:
         _write(save, content)
@@ -130,21 +135,18 @@ def _directions(text: str) -> tuple[str, ...]:
 
 def _calls(
     operations: Sequence[Operation], shapes: Sequence[str] | None, lengths: str | None, gates: str | None, dtype: str | None
-) -> list[tuple[Operation, Shape]]:
+) -> list[tuple[Operation, Any]]:
     """Every operation with every shape that is to be measured."""
-    import jax
+    from ejkernel._device import backend_of, default_device
 
-    linear, softmax, usual_lengths, usual_dtype = _DEFAULTS["cpu" if jax.default_backend() == "cpu" else "other"]
-    named, kind = chosen_gates(gates, operations), (chosen_dtypes([dtype]) if dtype else [usual_dtype])[0]
-    tokens = _lengths(lengths)
-    calls: list[tuple[Operation, Shape]] = []
+    backend, tokens, named = backend_of(default_device()), _lengths(lengths), chosen_gates(gates, operations)
+    kind = next(iter(chosen_dtypes([dtype] if dtype else None)), None)
+    calls: list[tuple[Operation, Any]] = []
     for op in operations:
-        texts = words(shapes) or [(linear if op.linear else softmax).format(T=1)]
-        own_gates = named if op.legal_gates else None
-        for text in texts:
-            shape = op.shape(text, own_gates, kind)
-            at = tokens or ([shape.time] if shapes else usual_lengths)
-            calls += [(op, dataclasses.replace(shape, time=length)) for length in at]
+        texts = words(shapes) or op.usual_shapes(backend)
+        asked = [shape_of(op, text, named, kind or op.usual_dtype(backend)) for text in texts]
+        at_lengths = [dataclasses.replace(shape, time=time) for shape in asked for time in tokens or [shape.time]]
+        calls += [(op, shape) for shape in dict.fromkeys(at_lengths)]
     if any(shape.time < 1 for _, shape in calls):
         wrong_use("a shape to be measured must have at least one token.")
     return calls
@@ -158,20 +160,18 @@ def _lengths(text: str | None) -> list[int]:
 
 
 def _run(
-    calls: Sequence[tuple[Operation, Shape]],
-    directions: Sequence[str],
+    calls: Sequence[tuple[Operation, Sizes]],
     platforms: Sequence[str],
     rivals: Sequence[str] | None,
-    seconds: float,
-    errors: bool,
+    settings: Settings,
 ) -> tuple[list[Measured], bool]:
     """What was measured, and whether it was interrupted before the end."""
     measured: list[Measured] = []
     who = {op.name: contenders(op, platforms, rivals) for op, _ in calls}
-    total = sum(len(directions) * len(who[op.name]) for op, _ in calls)
+    total = sum(len(settings.directions) * len(who[op.name]) for op, _ in calls)
     with progress("timing", total) as step:
         for op, shape in calls:
-            for what, do in measure(op, shape, directions, who[op.name], seconds, errors):
+            for what, do in measure(op, shape, who[op.name], settings):
                 step(what, 0)
                 try:
                     measured.append(do())
@@ -183,28 +183,31 @@ def _run(
 
 def _with_best_floors(measured: Sequence[Measured]) -> list[Measured]:
     """The same with floors from the best rates that the device showed before and after."""
-    from ejkernel.testing.floors import floor, refresh
+    from ejkernel.testing.floors import refresh
 
     refresh()
-    linear = {op.name: op.linear for op in OPERATIONS}
-    floors = [floor(Shape.parse(one.shape), one.direction, linear[one.operation]) for one in measured]
-    return [
-        dataclasses.replace(one, floor_seconds=least.seconds, bound=least.bound)
-        for one, least in zip(measured, floors, strict=True)
-    ]
+    again: list[Measured] = []
+    for one in measured:
+        op = find(one.operation)
+        assert op is not None
+        least = op.floor(op.shape(one.shape, gates=()), one.direction)  # its text has all the gates that it has
+        again.append(dataclasses.replace(one, floor_seconds=least.seconds, bound=least.bound))
+    return again
 
 
-def _about(dtypes: set[str]) -> dict[str, Any]:
+def _about(dtypes: set[str], strong_gates: bool) -> dict[str, Any]:
     """Where and how the times were measured."""
     from datetime import UTC, datetime
 
-    from ejkernel.ops.key import default_device, environment
+    from ejkernel._device import default_device
+    from ejkernel.ops.key import environment
     from ejkernel.testing.floors import arithmetic
 
     return {
         "environment": environment(default_device()),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "operations_per_second": {dtype: arithmetic(dtype) for dtype in sorted(dtypes)},
+        "gates": "weak, some runs of tokens strong or with a reset" if strong_gates else "weak",
         "floor": "max(bytes / bandwidth of a copy of that size, operations / rate of a matrix product), both measured here",
     }
 

@@ -12,8 +12,6 @@ from ejkernel.cli._contenders import OURS
 from ejkernel.cli._measure import Measured
 from ejkernel.cli._screen import duration, ratio, small, table
 
-_BASELINES = ("scan", "jax.nn")  # what people have without this library
-
 
 def show(console: Console, measured: Sequence[Measured], headline: str, peaks: dict[str, float], summary_only: bool) -> None:
     """Prints a table per operation, shape and direction, then one line per operation.
@@ -31,6 +29,8 @@ def show(console: Console, measured: Sequence[Measured], headline: str, peaks: d
             rows = [one for one in measured if (one.family, one.direction) == (family, direction)]
             console.print()
             console.print(_details(rows, f"{family[0]} {family[1]}, {direction}"))
+            for line in _routes(rows):
+                console.print(line)
     _reasons(console, measured)
     found = _summary(measured)
     if found is not None:
@@ -60,6 +60,17 @@ def _details(rows: Sequence[Measured], title: str) -> Any:
     return made
 
 
+def _routes(rows: Sequence[Measured]) -> list[str]:
+    """How ours computed it, with the lengths where not all took the same way."""
+    at: dict[tuple[str, str], list[str]] = {}
+    for one in rows:
+        if one.route:
+            at.setdefault((one.contender, one.route), []).append(str(one.tokens))
+    several = len(at) > len({contender for contender, _ in at})
+    where = lambda tokens: f" at T = {', '.join(tokens)}" if several else ""
+    return [f"route of {contender}{where(tokens)}: {route}" for (contender, route), tokens in at.items()]
+
+
 def _first_of_ours(rows: Sequence[Measured]) -> str:
     """What others are compared with: ours on the platform that was named first."""
     return next((one.contender for one in rows if one.ours), OURS)
@@ -85,7 +96,7 @@ def _summary(measured: Sequence[Measured]) -> Any | None:
     )
     for family in dict.fromkeys(one.family for one in measured):
         mine = [one for one in measured if one.family == family and one.seconds is not None]
-        rival = next((name for name in _BASELINES if any(one.contender == name for one in mine)), None)
+        rival = next((one.contender for one in mine if not one.ours), None)  # the first: what people have without this library
         ours = [one for one in mine if one.contender == _first_of_ours(mine)]
         if rival is None or not ours:
             continue

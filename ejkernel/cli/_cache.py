@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +12,26 @@ from rich.console import Console
 from rich.text import Text
 
 from ejkernel.cli import _options
-from ejkernel.cli._entries import Entry, check_writable, recorded_entries, shipped_entries, stored_entries
-from ejkernel.cli._operations import OPERATIONS, name_of, words
+from ejkernel.cli._entries import (
+    Entry,
+    check_writable,
+    operation_folders,
+    recorded_entries,
+    shipped_entries,
+    stored_entries,
+)
+from ejkernel.cli._operations import name_of, words
 from ejkernel.cli._screen import count, duration, fail, interactive, print_json, ratio, screen, table, wrong_use
 from ejkernel.ops.config import exchange
-from ejkernel.ops.config.persistent import PersistentCache, cache_folder, write_atomically
+from ejkernel.ops.config.persistent import (
+    VARIABLE,
+    NoFolderError,
+    PersistentCache,
+    cache_folder,
+    expanded,
+    write_atomically,
+)
+from ejkernel.testing.record import find, records
 
 app = typer.Typer(
     help="List, show, export, import and clear tuned configurations.", no_args_is_help=True, rich_markup_mode=None
@@ -57,7 +72,9 @@ def list_(
         console.print(_listing(shown))
     hidden = len(entries) - len(shown)
     origin = str(folder) if recorded is None else str(recorded)
-    more = f", {hidden} for other devices or versions (--all lists them)" if hidden else ""
+    broken = sum(entry.unreadable is not None for entry in shown)
+    more = f", {broken} of them unreadable" if broken else ""
+    more += f", {hidden} for other devices or versions (--all lists them)" if hidden else ""
     console.print(f"{origin}: {count(len(shown), 'choice' if recorded else 'tuned call')}{more}", soft_wrap=True)
     if not entries and recorded is None:
         console.print("Tune some with `ejkernel tune --op gla_attention --shapes 2x2048x4x64x64:g4`.")
@@ -117,8 +134,8 @@ def export(
       ejkernel cache export - --op gla_attention | ssh other 'cat > tuned.json'
     """
     folder = _folder(cache_dir)
-    op_ids = _op_ids(op, _folders(folder))
-    caches = [PersistentCache(name, folder) for name in _folders(folder) if not op_ids or name in op_ids]
+    op_ids = _op_ids(op, operation_folders(folder))
+    caches = [PersistentCache.of_folder(folder / name) for name in operation_folders(folder) if not op_ids or name in op_ids]
     text = exchange.dumps(*caches) if caches else exchange.merge()
     number = len(exchange.parse(text))
     if file is None or str(file) == "-":
@@ -153,7 +170,7 @@ def import_(
     folder = _folder(cache_dir)
     merged = exchange.merge(*(_text(file) for file in files))
     check_writable(folder, "nothing would be imported")
-    taken = exchange.loads(merged, PersistentCache(OPERATIONS[0].op_id, folder))
+    taken = exchange.loads(merged, PersistentCache(records()[0].op_id, folder))
     offered = len(exchange.parse(merged))
     if as_json:
         print_json({"folder": str(folder), "offered": offered, "imported": taken})
@@ -182,7 +199,7 @@ def clear(
       ejkernel cache clear --op attention
     """
     folder = _folder(cache_dir)
-    entries = _named(stored_entries(folder), _op_ids(op, _folders(folder)))
+    entries = _named(stored_entries(folder), _op_ids(op, operation_folders(folder)))
     chosen = [entry for entry in (_with_ids(entries, ids) if ids else entries) if not stale or not entry.here]
     if chosen and not yes:
         if as_json or not interactive():
@@ -192,7 +209,8 @@ def clear(
         typer.confirm(f"Remove {count(len(chosen), 'tuned call')} from {folder}?", abort=True)
     for entry in chosen:
         try:
-            PersistentCache(entry.op_id, folder).file(entry.key).unlink(missing_ok=True)
+            assert entry.file is not None  # it comes from the disk
+            entry.file.unlink(missing_ok=True)
         except OSError as problem:
             fail(f"{folder} does not allow it: {problem.strerror}.")
     if as_json:
@@ -202,23 +220,27 @@ def clear(
 
 
 def _folder(cache_dir: Path | None) -> Path:
-    return cache_folder() if cache_dir is None else cache_dir.expanduser()
-
-
-def _folders(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    try:
+        return cache_folder() if cache_dir is None else expanded(cache_dir)
+    except NoFolderError as problem:
+        wrong_use(f"{problem}. Name another folder with --cache-dir or {VARIABLE}.")
 
 
 def _op_ids(op: Sequence[str] | None, others: Sequence[str]) -> list[str]:
     """The ids that `--op` names, of our operations or of `others` (a user's own kernels)."""
-    by_name = {one.name: one.op_id for one in OPERATIONS}
-    op_ids = [by_name.get(word, word) for word in words(op)]
-    known = {*by_name.values(), *others}
+    known = {*(one.op_id for one in records()), *others}
+    op_ids = [name for word in words(op) for name in _ids_of(word, known)]
     unknown = [name for name in op_ids if name not in known]
     if unknown:
         legal = ", ".join(sorted({name_of(name) for name in known}))
         wrong_use(f"--op must be one of {legal}; got {', '.join(map(repr, unknown))}.")
     return op_ids
+
+
+def _ids_of(word: str, known: Collection[str]) -> list[str]:
+    """The ids that a word means: of an operation all that stand for it, older ones too; of anything else the word."""
+    record = find(word)
+    return [word] if record is None else [op_id for op_id in sorted(known) if record.answers_to(op_id)]
 
 
 def _refuse_idle_folder(context: typer.Context, recorded: Path | None) -> None:
@@ -230,7 +252,7 @@ def _refuse_idle_folder(context: typer.Context, recorded: Path | None) -> None:
 
 def _entries(folder: Path, op: Sequence[str] | None, recorded: Path | None) -> list[Entry]:
     every = recorded_entries(recorded) if recorded is not None else [*stored_entries(folder), *shipped_entries()]
-    return _named(every, _op_ids(op, [*_folders(folder), *(entry.op_id for entry in every)]))
+    return _named(every, _op_ids(op, [*operation_folders(folder), *(entry.op_id for entry in every)]))
 
 
 def _named(entries: Sequence[Entry], op_ids: Sequence[str]) -> list[Entry]:
@@ -280,9 +302,16 @@ def _listing(entries: Sequence[Entry]) -> Any:
 
 def _describe(console: Console, entry: Entry) -> None:
     console.print(Text.assemble((f"{entry.id}  {name_of(entry.op_id)}", "bold"), f"  level {entry.level}"))
+    if entry.unreadable is not None:
+        console.print(Text(f"unreadable: {entry.unreadable}", "yellow"))
+        if entry.file is not None:
+            console.print(f"{entry.file}: the next tuning replaces it; `ejkernel cache clear {entry.id}` removes it.")
+        return
     facts = table(["!", ""])
     facts.show_header = False
     facts.add_row("configuration", entry.config())
+    if entry.route is not None:
+        facts.add_row("route", str(entry.route))
     for name, text in entry.arrays().items():
         facts.add_row(name, text)
     for name, text in entry.call.get("static", {}).items():
@@ -303,7 +332,7 @@ def _describe(console: Console, entry: Entry) -> None:
         facts.add_row(
             "measured", f"{record['time']}, {record.get('measured', '')}, in {duration(record.get('tuning_seconds'))}"
         )
-    for name in ("note", "failed", "shipped_for"):
+    for name in ("note", "failed", "not_tuned", "shipped_for"):
         if name in record:
             facts.add_row(name.replace("_", " "), str(record[name]))
     console.print(facts)

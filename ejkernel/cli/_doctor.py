@@ -13,8 +13,8 @@ from rich.text import Text
 
 from ejkernel._version import __version__
 from ejkernel.cli import _options
-from ejkernel.cli._operations import OPERATIONS, name_of
 from ejkernel.cli._screen import count, print_json, screen, table
+from ejkernel.testing.record import find, records
 
 LIBRARIES = ("jax", "jaxlib", "numpy", "triton", "torch", "flash-linear-attention", "matplotlib")
 
@@ -68,7 +68,8 @@ def _versions() -> dict[str, str | None]:
 def _device() -> dict[str, Any]:
     import jax
 
-    from ejkernel.ops.key import backend_of, device_kind
+    from ejkernel._device import backend_of
+    from ejkernel.ops.key import device_kind
 
     try:
         device = jax.local_devices()[0]
@@ -87,41 +88,43 @@ def _device() -> dict[str, Any]:
 def _operations() -> dict[str, dict[str, str | None]]:
     from ejkernel.kernels._registry import kernel_registry
 
-    ours = [op.op_id for op in OPERATIONS]
-    others = [name for name in kernel_registry.list_algorithms() if name not in ours]
-    return {
-        name_of(op_id): {str(where): reason for where, reason in kernel_registry.status(op_id).items()}
-        for op_id in (*ours, *others)
-    }
+    found = {op.name: op.registry.status(op.op_id) for op in records()}
+    others = [name for name in kernel_registry.list_algorithms() if find(name) is None]
+    found |= {name: kernel_registry.status(name) for name in others}
+    return {name: {str(where): reason for where, reason in status.items()} for name, status in found.items()}
 
 
 def _cache() -> dict[str, Any]:
     from ejkernel.cli._entries import stored_entries, writable
-    from ejkernel.ops.config.persistent import VARIABLE, cache_folder
+    from ejkernel.ops.config.persistent import VARIABLE, NoFolderError, cache_folder
 
-    folder = cache_folder()
+    where = VARIABLE if os.environ.get(VARIABLE) else "the user's cache folder"
+    try:
+        folder = cache_folder()
+    except NoFolderError as problem:
+        absent = {"folder": None, "from": where, "exists": False, "writable": False, "error": str(problem)}
+        return {**absent, "entries": 0, "unreadable": 0, "entries_for_this_device": 0}
     entries = stored_entries(folder)
     return {
         "folder": str(folder),
-        "from": VARIABLE if os.environ.get(VARIABLE) else "the user's cache folder",
+        "from": where,
         "exists": folder.is_dir(),
         "writable": writable(folder),
         "entries": len(entries),
+        "unreadable": sum(entry.unreadable is not None for entry in entries),
         "entries_for_this_device": sum(entry.here for entry in entries),
     }
 
 
 def _policy() -> dict[str, Any]:
-    from ejkernel import modules
+    from ejkernel._device import backend_of, default_device
     from ejkernel.ops import AutotunePolicy
     from ejkernel.ops.config.policy import VARIABLE
-    from ejkernel.ops.key import backend_of, default_device
 
-    kernels = (modules.RecurrentAttention, modules.GLAttention, modules.LightningAttention, modules.Attention)
     found: dict[str, Any] = {"variable": VARIABLE, "set_to": os.environ.get(VARIABLE) or None}
     try:
         backend = backend_of(default_device())
-        found["miss"] = {name_of(kernel.op_id): AutotunePolicy().fallback(kernel(), backend) for kernel in kernels}
+        found["miss"] = {op.name: AutotunePolicy().fallback(op.kernel(), backend) for op in records()}
     except ValueError as problem:
         found["error"] = str(problem)
     return found
@@ -154,9 +157,11 @@ def _facts(console: Any, found: dict[str, Any]) -> None:
     facts.add_row("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
     facts.add_row("not installed", ", ".join(name for name, version in versions.items() if version is None) or "-")
     state = "" if cache["writable"] else ", CANNOT BE WRITTEN TO: nothing tuned will be kept"
-    facts.add_row("cache", f"{cache['folder']} (from {cache['from']}){state}")
+    facts.add_row("cache", f"{cache['folder'] or cache['error']} (from {cache['from']}){state}")
+    unreadable = f", {cache['unreadable']} unreadable" if cache["unreadable"] else ""
     facts.add_row(
-        "", f"{count(cache['entries'], 'tuned call')}, {cache['entries_for_this_device']} for this device and versions"
+        "",
+        f"{count(cache['entries'], 'tuned call')}, {cache['entries_for_this_device']} for this device and versions{unreadable}",
     )
     if "miss" in policy:
         said = f"{policy['variable']}={policy['set_to']}" if policy["set_to"] else f"{policy['variable']} is not set"

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ejkernel._device import default_device
 from ejkernel.cli._operations import name_of
 from ejkernel.cli._screen import fail, wrong_use
-from ejkernel.ops.config.exchange import read
 from ejkernel.ops.config.persistent import VARIABLE, PersistentCache
-from ejkernel.ops.config.shipped import FOLDER, device_name, relatives
-from ejkernel.ops.key import default_device, device_kind, environment
+from ejkernel.ops.config.shipped import FOLDER, device_name, read, relatives
+from ejkernel.ops.config.validity import wrong_key, wrong_record
+from ejkernel.ops.key import device_kind, environment, is_op_id
 
 _QUERY = re.compile(r"(\w+)\[([\d,~]*)\]")
 
@@ -32,6 +33,8 @@ class Entry:
         fields: the configuration's fields.
         record: how it was measured; empty where nothing was.
         here: whether a call on this device, with these versions, would find it.
+        file: where it is stored, if it is.
+        broken: why the file cannot be read, if it cannot.
     """
 
     key: str
@@ -39,26 +42,38 @@ class Entry:
     fields: Mapping[str, Any]
     record: Mapping[str, Any]
     here: bool
+    file: Path | None = None
+    broken: str | None = None
 
     @functools.cached_property
     def id(self) -> str:
         """Ten characters that name the entry; the file on disk begins with them."""
-        return hashlib.sha256(self.key.encode()).hexdigest()[:10]
+        return self.file.stem[:10] if self.file is not None else hashlib.sha256(self.key.encode()).hexdigest()[:10]
+
+    @functools.cached_property
+    def unreadable(self) -> str | None:
+        """Why this is no entry of ours; None when it is."""
+        return self.broken or wrong_key(self.key) or wrong_record(self.record)
 
     @functools.cached_property
     def call(self) -> dict[str, Any]:
-        """The key's parts."""
-        return json.loads(self.key)
+        """The key's parts; none where it cannot be read."""
+        return {} if self.unreadable else json.loads(self.key)
 
     @property
     def op_id(self) -> str:
-        """The operation."""
-        return str(self.call.get("op"))
+        """The operation; of a file that cannot be read, the one whose folder it is in."""
+        return str(self.call.get("op", "?" if self.file is None else self.file.parent.name))
 
     @property
     def seconds(self) -> float | None:
         """The time of the configuration."""
-        return self.record.get("seconds")
+        return None if self.unreadable else self.record.get("seconds")
+
+    @property
+    def route(self) -> str | None:
+        """The name of the way that a call takes with the configuration; None where it was not kept, or there is only one."""
+        return self.record.get("route")
 
     @property
     def gain(self) -> float | None:
@@ -72,6 +87,8 @@ class Entry:
 
     def shape(self) -> str:
         """The call in a few words: `2x~2048x4x64x64 g float32`; `~` marks a length that stands for its bucket."""
+        if self.unreadable:
+            return "unreadable"
         arrays = self.arrays()
         found = {name: _QUERY.match(text) for name, text in arrays.items()}
         query, value = found.get("query"), found.get("value")
@@ -83,6 +100,8 @@ class Entry:
 
     def config(self) -> str:
         """The configuration in a few words, `xla chunked block_q=64`; fields that say nothing are left out."""
+        if self.unreadable:
+            return self.unreadable
         said = {name: value for name, value in self.fields.items() if value not in (None, "any", "auto")}
         ordered = sorted(said.items(), key=lambda item: (not isinstance(item[1], str), item[0] != "platform"))
         return " ".join(value if isinstance(value, str) else f"{name}={value}" for name, value in ordered)
@@ -94,32 +113,53 @@ class Entry:
             "operation": name_of(self.op_id),
             "level": self.level,
             "config": dict(self.fields),
+            "route": self.route,
             "seconds": self.seconds,
             "usable_here": self.here,
+            "unreadable": self.unreadable,
             "call": self.call,
             "record": dict(self.record),
         }
 
 
 def stored_entries(folder: Path) -> list[Entry]:
-    """What is on disk, by operation and key."""
-    present = environment(default_device())
+    """What is on disk, by operation and key; files that cannot be read are among them and say why."""
+    present = _present()
     found: list[Entry] = []
-    if not folder.is_dir():
-        return found
-    for sub in sorted(path for path in folder.iterdir() if path.is_dir()):
-        for key, fields, record in PersistentCache(sub.name, folder).entries():
-            found.append(Entry(key, "disk", fields, record, _same(key, present)))
+    for op_id in operation_folders(folder):
+        for file, read_, broken in PersistentCache.of_folder(folder / op_id).readings():
+            key, fields, record = (file.stem, {}, {}) if read_ is None else read_
+            found.append(Entry(key, "disk", fields, record, _same(key, present), file, broken))
     return found
+
+
+def operation_folders(folder: Path) -> list[str]:
+    """The operations that have a folder of their own in the cache."""
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    except OSError as problem:
+        fail(f"{folder} cannot be read: {problem.strerror}.")
+    return [name for name in names if is_op_id(name)]
+
+
+def _present() -> Mapping[str, str] | None:
+    """What measurements on this device depend on; None where JAX has no device, which `ejkernel doctor` explains."""
+    try:
+        return environment(default_device())
+    except RuntimeError:
+        return None
 
 
 def shipped_entries() -> list[Entry]:
     """What comes with the package for this device and its relatives; versions do not matter for these."""
     found: dict[str, Entry] = {}
+    if _present() is None:
+        return []
     for name in relatives(device_name(device_kind(default_device()))):
         file = FOLDER / f"{name}.json"
-        for key, fields, record in read(file) if file.is_file() else ():
-            found.setdefault(key, Entry(key, "shipped", fields, {**record, "shipped_for": name}, True))
+        for call, won in read(file).items() if file.is_file() else ():
+            fields, record = ({"configuration": won}, {}) if isinstance(won, str) else (won["config"], won["record"])
+            found.setdefault(call, Entry(call, "shipped", fields, {**record, "shipped_for": name}, True))
     return list(found.values())
 
 
@@ -137,16 +177,16 @@ def recorded_choices(file: Path) -> list[dict[str, Any]]:
 
 def recorded_entries(file: Path) -> list[Entry]:
     """What a run picked."""
-    present = environment(default_device())
+    present = _present()
     choices = recorded_choices(file)
-    return [Entry(c["key"], c["level"], c["config"], c["record"], _same(c["key"], present)) for c in choices]
+    with_route = lambda c: c["record"] | ({} if c.get("route") is None else {"route": c["route"]})
+    return [Entry(c["key"], c["level"], c["config"], with_route(c), _same(c["key"], present)) for c in choices]
 
 
-def _same(key: str, present: Mapping[str, str]) -> bool:
-    try:
-        stored = json.loads(key).get("environment", {})
-    except (ValueError, AttributeError):
+def _same(key: str, present: Mapping[str, str] | None) -> bool:
+    if present is None or wrong_key(key) is not None:
         return False
+    stored = json.loads(key).get("environment", {})
     return all(stored.get(name) == value for name, value in present.items())
 
 

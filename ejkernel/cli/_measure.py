@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 
-from ejkernel.cli._accuracy import Judge
-from ejkernel.cli._contenders import OURS, Contender, fetched
+from ejkernel.cli._contenders import OURS
 from ejkernel.cli._operations import Operation
 from ejkernel.ops.collecting import collecting
 from ejkernel.ops.invocation import Invocation
-from ejkernel.testing.floors import floor
-from ejkernel.testing.shapes import Shape
+from ejkernel.testing.contenders import Contender, fetched
+from ejkernel.testing.judge import Judge
+from ejkernel.testing.record import Sizes
 from ejkernel.testing.timing import best_time
 
 
@@ -24,7 +23,7 @@ class Measured:
 
     Attributes:
         operation: its name.
-        shape: the call, as `Shape` writes it.
+        shape: the call, as its record writes it: `BxTx...`, then gates, if any, and dtype.
         tokens: T.
         direction: "forward" or "forward+backward".
         contender: who.
@@ -34,6 +33,7 @@ class Measured:
         bound: what sets the floor: "bytes" or "operations".
         reason: why it did not run; "" where it did.
         config: what ours chose to run.
+        route: the name of the way that ours took with it; "" for others.
     """
 
     operation: str
@@ -48,6 +48,7 @@ class Measured:
     bound: str
     reason: str = ""
     config: str = ""
+    route: str = ""
 
     @property
     def ours(self) -> bool:
@@ -62,31 +63,49 @@ class Measured:
     @property
     def family(self) -> tuple[str, str]:
         """The operation and the shape without its length: measurements that belong in one plot."""
-        shape = Shape.parse(self.shape)
-        return self.operation, str(dataclasses.replace(shape, time=0)).replace("x0x", "xTx", 1)
+        batch, _, rest = self.shape.split("x", 2)
+        return self.operation, f"{batch}xTx{rest}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        directions: of `timing.DIRECTIONS`.
+        seconds: for each measurement.
+        errors: whether to compare with float64.
+        strong_gates: whether gates are strong in places, with resets, instead of weak.
+    """
+
+    directions: Sequence[str]
+    seconds: float
+    errors: bool
+    strong_gates: bool
 
 
 def measure(
-    op: Operation, shape: Shape, directions: Sequence[str], who: Sequence[Contender], seconds: float, errors: bool
+    op: Operation, shape: Sizes, who: Sequence[Contender], settings: Settings
 ) -> Iterator[tuple[str, Callable[[], Measured]]]:
     """One step per direction and contender: what it is, and the function that does it."""
-    arrays, cotangent = shape.arrays(), shape.cotangent()
+    arrays, cotangent = op.arrays(shape, settings.strong_gates), op.cotangent(shape)
     judges: list[Judge] = []
 
     def judge() -> Judge:
         if not judges:
-            judges.append(Judge(op, shape, arrays, cotangent, "forward+backward" in directions))
+            judges.append(op.judge(shape, arrays, cotangent, "forward+backward" in settings.directions))
         return judges[0]
 
-    for direction in directions:
+    asked, seconds = judge if settings.errors else None, settings.seconds
+    for direction in settings.directions:
         for contender in who:
-            step = lambda d=direction, c=contender: _one(op, shape, d, c, arrays, cotangent, seconds, judge if errors else None)
+            step = lambda d=direction, c=contender: _one(op, shape, d, c, arrays, cotangent, seconds, asked)
             yield f"{op.name} T={shape.time} {direction} {contender.name}", step
 
 
 def _one(
     op: Operation,
-    shape: Shape,
+    shape: Sizes,
     direction: str,
     contender: Contender,
     arrays: dict[str, jax.Array],
@@ -94,7 +113,7 @@ def _one(
     seconds: float,
     judge: Callable[[], Judge] | None,
 ) -> Measured:
-    least = floor(shape, direction, op.linear)
+    least = op.floor(shape, direction)
     known = (op.name, str(shape), shape.time, direction, contender.name)
     if contender.absent is not None:
         return Measured(*known, None, None, None, least.seconds, least.bound, contender.absent)
@@ -107,22 +126,24 @@ def _one(
             output_error, gradient_error = judge().errors(*fetched(first, direction))
         del first  # its memory is for the calls that are timed
         took = best_time(lambda: run(cotangent), contender.wait, seconds=seconds)
-        config = "" if contender.platform is None else str(_config(op, shape, contender.platform))
+        config, route = ("", "") if contender.platform is None else _chosen(op, shape, contender.platform)
     except Exception as problem:  # one that cannot run this call, or runs out of memory, must not take the others with it
         reason = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"[:300]
         return Measured(*known, None, None, None, least.seconds, least.bound, reason)
-    return Measured(*known, took, output_error, gradient_error, least.seconds, least.bound, config=config)
+    return Measured(*known, took, output_error, gradient_error, least.seconds, least.bound, config=config, route=route)
 
 
-def invocations(op: Operation, shape: Shape, platform: str | None = None) -> list[Invocation]:
+def invocations(op: Operation, shape: Sizes, platform: str | None = None) -> list[Invocation]:
     """The calls that the executor sees when an operation is called with a shape; nothing is computed."""
     with collecting() as calls:
-        jax.eval_shape(lambda arrays: op.function(**arrays, platform=platform), shape.abstract())
+        jax.eval_shape(lambda arrays: op.function(**arrays, platform=platform), op.abstract(shape))
     return [inv for _, inv in calls.found.values()]
 
 
-def _config(op: Operation, shape: Shape, platform: str) -> Any:
+def _chosen(op: Operation, shape: Sizes, platform: str) -> tuple[str, str]:
+    """The configuration that a call ran with, and its route."""
     from ejkernel.modules.base import default_executor
 
     (inv,) = invocations(op, shape, platform)
-    return default_executor().chooser.choose(inv).config
+    config = default_executor().chooser.choose(inv).config
+    return str(config), inv.kernel.route(inv, config) or ""

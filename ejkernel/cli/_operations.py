@@ -1,85 +1,23 @@
-"""The operations by the names that people use, and how a shape becomes a call of one of them."""
+"""The options that name operations, platforms, gates and dtypes, checked against the records of all operations."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from ejkernel.cli._screen import wrong_use
-from ejkernel.kernels._linear.platform_function import gla_problem, lightning_decay, lightning_problem, recurrent_problem
-from ejkernel.kernels._registry import Platform, kernel_registry
-from ejkernel.testing.shapes import DTYPES, GATES, Shape
+from ejkernel.kernels._registry import Platform
+from ejkernel.testing.record import Record, find, records
+from ejkernel.testing.shapes import DTYPES
 
-LAYER = {"layer_idx": 1, "num_layers": 12}  # where lightning attention is measured and verified
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """One operation.
-
-    Attributes:
-        name: the function in `ejkernel.modules`.
-        op_id: the registry's name, and the cache's.
-        legal_gates: the gates it takes, as in `Shape`.
-        gates: the gates it is measured with when none are named.
-        problem: its arguments as the problem that implementations are asked about; None for softmax attention.
-        options: what a call has beside its arrays.
-    """
-
-    name: str
-    op_id: str
-    legal_gates: tuple[str, ...]
-    gates: tuple[str, ...]
-    problem: Callable[..., Any] | None
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def linear(self) -> bool:
-        """Whether it is the recurrence, and not softmax attention."""
-        return self.problem is not None
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The operation as users call it, giving the output alone."""
-        from ejkernel import modules
-
-        return functools.partial(getattr(modules, self.name), **self.options)
-
-    def decay(self, heads: int) -> jax.Array | None:
-        """The constant decay that the operation adds by itself."""
-        return lightning_decay(heads, **LAYER) if self.op_id == "lightning_attn" else None
-
-    def shape(self, text: str, gates: tuple[str, ...] | None, dtype: str) -> Shape:
-        """The shape that a text means for this operation; exits with what is legal when it means none."""
-        try:
-            shape = Shape.parse(text, self.gates if gates is None else gates, dtype)
-        except ValueError as problem:
-            wrong_use(str(problem))
-        if shape.dtype == "float64" and jax.dtypes.canonicalize_dtype("float64").itemsize != 8:
-            wrong_use(f"float64 needs 64-bit numbers in JAX: set JAX_ENABLE_X64=1; got {text!r}.")
-        wrong = [gate for gate in shape.gates if gate not in self.legal_gates]
-        if wrong:
-            legal = ", ".join(self.legal_gates) or "no gates"
-            wrong_use(f"{self.name} takes {legal}; got {', '.join(wrong)} in {text!r}. Write :none for a call without gates.")
-        return shape
-
-
-OPERATIONS = (
-    Operation("recurrent_attention", "recurrent", GATES, ("gk",), recurrent_problem),
-    Operation("gla_attention", "recurrent_gla", ("g", "g4", "g_gamma"), ("g4",), gla_problem),
-    Operation("lightning_attention", "lightning_attn", (), (), lightning_problem, LAYER),
-    Operation("attention", "attention", (), (), None, {"causal": True, "dtype": None, "return_weights": False}),
-)
+Operation = Record[Any]
 
 
 def name_of(op_id: str) -> str:
-    """The name that users call an operation by; the registry's own where it is none of ours."""
-    return next((op.name for op in OPERATIONS if op.op_id == op_id), op_id)
+    """The name that users call an operation by; the registry's own where it has no record."""
+    record = find(op_id)
+    return op_id if record is None else record.name
 
 
 def words(values: Sequence[str] | None) -> list[str]:
@@ -90,11 +28,15 @@ def words(values: Sequence[str] | None) -> list[str]:
 def chosen_operations(values: Sequence[str] | None) -> list[Operation]:
     """The operations that an option names; all where it names none."""
     named = words(values)
-    unknown = [word for word in named if not any(word in (op.name, op.op_id) for op in OPERATIONS)]
+    unknown = [word for word in named if find(word) is None]
     if unknown:
-        legal = ", ".join(op.name if op.name == op.op_id else f"{op.name} ({op.op_id})" for op in OPERATIONS)
-        wrong_use(f"--op must be one of {legal}; got {', '.join(map(repr, unknown))}.")
-    return [op for op in OPERATIONS if not named or op.name in named or op.op_id in named]
+        wrong_use(f"--op must be one of {legal_operations()}; got {', '.join(map(repr, unknown))}.")
+    return [op for op in records() if not named or any(map(op.answers_to, named))]
+
+
+def legal_operations() -> str:
+    """The names of all operations, as errors list them."""
+    return ", ".join(op.name if op.name == op.op_id else f"{op.name} ({op.op_id})" for op in records())
 
 
 def chosen_platforms(values: Sequence[str] | None, auto: bool = True) -> list[str]:
@@ -120,33 +62,42 @@ def chosen_dtypes(values: Sequence[str] | None, legal: Sequence[str] = DTYPES) -
     return named
 
 
-def chosen_gates(text: str | None, operations: Sequence[Operation] = OPERATIONS) -> tuple[str, ...] | None:
+def chosen_gates(text: str | None, operations: Sequence[Operation]) -> tuple[str, ...] | None:
     """The gates that an option names, `()` for "none", None where it was not given."""
     if text is None:
         return None
-    if not any(op.legal_gates for op in operations):
-        names = ", ".join(op.name for op in operations)
-        wrong_use(f"--gates does not go together with {names}, which takes no gates; got {text!r}.")
+    refuse_without_gates("--gates", operations)
+    legal = list(dict.fromkeys(gate for op in operations for gate in op.legal_gates))
     named = () if text == "none" else tuple(part for word in words([text]) for part in word.split("+"))
-    unknown = [word for word in named if word not in GATES]
+    unknown = [word for word in named if word not in legal]
     if unknown:
-        wrong_use(f"--gates must be of {', '.join(GATES)}, or none; got {', '.join(map(repr, unknown))}.")
+        wrong_use(f"--gates must be of {', '.join(legal)}, or none; got {', '.join(map(repr, unknown))}.")
     return named
 
 
+def refuse_without_gates(option: str, operations: Sequence[Operation]) -> None:
+    """Exits where an option is about gates and no operation has any."""
+    if not any(op.legal_gates for op in operations):
+        names = ", ".join(op.name for op in operations)
+        wrong_use(f"{option} does not go together with {names}, which takes no gates.")
+
+
+def shape_of(op: Operation, text: str, gates: tuple[str, ...] | None, dtype: str) -> Any:
+    """The shape that a text means for an operation; exits with what is legal when it means none.
+
+    Args:
+        gates: for operations that have gates, those of shapes that name none; None: the operation's own.
+    """
+    try:
+        return op.shape(text, gates if op.legal_gates else None, dtype)
+    except ValueError as problem:
+        wrong_use(str(problem))
+
+
 def load_modules(values: Sequence[str] | None) -> None:
-    """Imports modules that register implementations of their own."""
+    """Imports modules that register operations or implementations of their own."""
     for name in words(values):
         try:
             importlib.import_module(name)
         except ImportError as problem:
             wrong_use(f"--load {name}: {problem}. Name a module that Python finds, with PYTHONPATH set where it needs to be.")
-
-
-def unavailable(op_id: str, platforms: Sequence[str] = ()) -> dict[str, str]:
-    """The platforms that cannot run an operation here, with the reasons; of `platforms` where any are named."""
-    return {
-        str(platform): reason
-        for platform, reason in kernel_registry.status(op_id).items()
-        if reason is not None and (not platforms or platform in platforms)
-    }

@@ -37,7 +37,7 @@ Dtype = Annotated[
 Load = Annotated[
     list[str] | None,
     typer.Option(
-        "--load", metavar="MODULE", help="Import this first: a module that registers implementations or kernels of yours."
+        "--load", metavar="MODULE", help="Import this first: a module that registers operations or implementations of yours."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]

@@ -9,8 +9,8 @@ from typing import Any
 from ejkernel.cli._measure import Measured
 from ejkernel.testing.timing import DIRECTIONS
 
-_COLOURS = {"ejkernel": "#0b6e99", "scan": "#c8553d", "jax.nn": "#c8553d", "cudnn": "#6a994e", "fla": "#7b5ea7"}
-_MORE = ("#0b6e99", "#14a3a8", "#e09f3e", "#540b0e")
+_OURS = ("#0b6e99", "#14a3a8", "#1b4965", "#62b6cb")  # shades of one colour, a platform each
+_OTHERS = ("#c8553d", "#6a994e", "#7b5ea7", "#e09f3e", "#540b0e")
 _FLOOR = "#777777"
 
 
@@ -50,9 +50,14 @@ def draw(measured: Sequence[Measured], file: Path, title: str) -> Path:
 
 
 def _colours(ran: Sequence[Measured]) -> dict[str, str]:
-    names = list(dict.fromkeys(one.contender for one in ran))
-    more = iter(_MORE * len(names))
-    return {name: _COLOURS.get(name) or next(more) for name in names}
+    """Blues for ours; of the others, the first of every operation has the same colour."""
+    colours: dict[str, str] = {}
+    for operation in dict.fromkeys(one.operation for one in ran):
+        for ours, palette in ((True, _OURS), (False, _OTHERS)):
+            names = dict.fromkeys(one.contender for one in ran if one.operation == operation and one.ours is ours)
+            for number, name in enumerate(names):
+                colours.setdefault(name, palette[number % len(palette)])
+    return colours
 
 
 def _times(axes: Any, mine: Sequence[Measured], colours: dict[str, str]) -> None:

@@ -14,14 +14,15 @@ from ejkernel.cli import _options
 from ejkernel.cli._entries import Entry, check_writable
 from ejkernel.cli._measure import invocations
 from ejkernel.cli._operations import (
-    OPERATIONS,
     Operation,
     chosen_dtypes,
     chosen_gates,
     chosen_operations,
     chosen_platforms,
+    legal_operations,
     load_modules,
     name_of,
+    shape_of,
     words,
 )
 from ejkernel.cli._screen import INTERRUPTED, duration, fail, print_json, progress, ratio, screen, side, table, wrong_use
@@ -32,6 +33,7 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import Choice, ConfigSelectorChain, Level
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.tuner import Tuner
+from ejkernel.testing.record import find
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +148,7 @@ def _jobs(
         if not words(op) and len(operations) > 1:
             wrong_use("--shapes needs --op: which operation is called with these shapes?")
         for one in operations:
-            own = named if one.legal_gates else None
-            jobs += [job for text in words(shapes) for job in _job(one, text, own, kind, where)]
+            jobs += [job for text in words(shapes) for job in _job(one, text, named, kind, where)]
     if file is not None:
         jobs += _from_file(file, named, kind, where)
     if recorded is not None:
@@ -167,7 +168,7 @@ def _refuse_idle_options(op: Any, shapes: Any, file: Any, recorded: Any, of_shap
 
 
 def _job(op: Operation, text: str, gates: tuple[str, ...] | None, dtype: str, platform: str | None) -> list[Job]:
-    shape = op.shape(text, gates, dtype)
+    shape = shape_of(op, text, gates, dtype)
     try:
         return [Job(op.op_id, str(shape).replace(":", " "), inv) for inv in invocations(op, shape, platform)]
     except ValueError as problem:  # a platform that cannot run here
@@ -186,12 +187,11 @@ def _from_file(file: Path, gates: tuple[str, ...] | None, dtype: str, platform: 
         parts = line.partition("#")[0].split()
         if not parts:
             continue
-        known = {name: op for op in OPERATIONS for name in (op.name, op.op_id)}
-        if len(parts) != 2 or parts[0] not in known:
-            legal = ", ".join(op.name for op in OPERATIONS)
-            wrong_use(f"{file}, line {number}: expected 'OPERATION SHAPE' with an operation of {legal}; got {line.strip()!r}.")
-        op = known[parts[0]]
-        jobs += _job(op, parts[1], gates if op.legal_gates else None, dtype, platform)
+        op = find(parts[0])
+        if len(parts) != 2 or op is None:
+            legal = f"expected 'OPERATION SHAPE' with an operation of {legal_operations()}"
+            wrong_use(f"{file}, line {number}: {legal}; got {line.strip()!r}.")
+        jobs += _job(op, parts[1], gates, dtype, platform)
     return jobs
 
 

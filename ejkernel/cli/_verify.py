@@ -17,10 +17,9 @@ from ejkernel.cli._operations import (
     chosen_operations,
     chosen_platforms,
     load_modules,
-    unavailable,
 )
 from ejkernel.cli._screen import INTERRUPTED, count, fail, print_json, progress, screen, side, small, table, wrong_use
-from ejkernel.kernels._registry import kernel_registry
+from ejkernel.testing.record import records
 
 _SHOWN = 20  # failures that are listed; --json has all
 
@@ -29,7 +28,8 @@ def verify(
     op: _options.Ops = None,
     platform: _options.Platforms = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help=f"Only cases in this dtype: {', '.join(_checks.DTYPES)}.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help=f"Only cases in this dtype: {', '.join(_checks.dtypes_of(records()))}."),
     ] = None,
     case: Annotated[str, typer.Option(metavar="TEXT", help="Only cases whose name contains this.")] = "",
     candidates: Annotated[
@@ -43,9 +43,9 @@ def verify(
 ) -> None:
     """Check every implementation here against the float64 reference.
 
-    Each runs the shared cases of ejkernel.testing: all gates and masks, packed, reversed, odd sizes, 16-bit dtypes; outputs and
-    gradients. Errors are relative RMS. A case that an implementation refuses counts as refused, not as passed. Exits with 1
-    when a case fails or nothing could be verified.
+    Each runs the shared cases of its operation's record: all gates and masks, packed, reversed, odd sizes, 16-bit dtypes;
+    outputs and gradients. Errors are relative RMS. A case that an implementation refuses counts as refused, not as passed.
+    Exits with 1 when a case fails or nothing could be verified.
 
     \b
     Examples:
@@ -55,8 +55,8 @@ def verify(
     """
     load_modules(load)
     operations, platforms = chosen_operations(op), chosen_platforms(platform, auto=False)
-    checks = _plan(operations, platforms, chosen_dtypes(dtype, _checks.DTYPES), case)
-    absent = {one.name: unavailable(one.op_id, platforms) for one in operations}
+    checks = _plan(operations, platforms, chosen_dtypes(dtype, _checks.dtypes_of(operations)), case)
+    absent = {one.name: one.unavailable(platforms) for one in operations}
     if not checks:
         if case:
             wrong_use(f"no shared case of {', '.join(one.name for one in operations)} has {case!r} in its name and that dtype.")
@@ -77,9 +77,9 @@ def _plan(operations: Sequence[Operation], platforms: Sequence[str], dtypes: Seq
     return [
         Check(op, entry, case)
         for op in operations
-        for entry in kernel_registry.list_implementations(op.op_id)
-        if (not platforms or entry.platform in platforms) and kernel_registry.refusal(entry) is None
-        for case in _checks.cases_of(op)
+        for entry in op.registry.list_implementations(op.op_id)
+        if (not platforms or entry.platform in platforms) and op.registry.refusal(entry) is None
+        for case in op.cases()
         if text in case.name and (not dtypes or case.dtype in dtypes)
     ]
 
@@ -112,19 +112,19 @@ def _row(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What one line of the table says."""
     counts = Counter(outcome.status for outcome in outcomes)
     measured = [outcome for outcome in outcomes if outcome.errors]
-    largest = lambda values: max((w.error for o in measured if (w := o.worst(values))), default=None)
     worst = max(measured, key=lambda outcome: outcome.closeness, default=None)
     name, platform, dtype = outcomes[0].check.group
-    value_limit, gradient_limit = outcomes[0].check.case.tolerance
+    nearest = {  # to its limit
+        kind: max((found for o in measured if (found := o.worst(values))), key=_checks.closeness, default=None)
+        for kind, values in (("output", True), ("gradient", False))
+    }
     return {
         "operation": name,
         "platform": platform,
         "dtype": dtype,
         **{status: counts[status] for status in ("passed", "refused", "failed")},
-        "output_error": largest(True),
-        "output_limit": value_limit,
-        "gradient_error": largest(False),
-        "gradient_limit": gradient_limit,
+        **{f"{kind}_error": None if found is None else found.error for kind, found in nearest.items()},
+        **{f"{kind}_limit": None if found is None else found.limit for kind, found in nearest.items()},
         "worst_case": None if worst is None else worst.check.case.name,
     }
 
@@ -177,7 +177,7 @@ def _shown(rows: Sequence[dict[str, Any]], title: str, header: bool) -> Any:
     made.show_header = header
     for row in rows:
         errors = [
-            Text(small(row[f"{kind}_error"]), "red" if (row[f"{kind}_error"] or 0) > row[f"{kind}_limit"] else "")
+            Text(small(row[f"{kind}_error"]), "red" if (row[f"{kind}_error"] or 0) > (row[f"{kind}_limit"] or 0) else "")
             for kind in ("output", "gradient")
         ]
         failed = Text(str(row["failed"]), "bold red" if row["failed"] else "green")

@@ -1,11 +1,11 @@
 """Which implementation runs where.
 
 An implementation is a callable registered for an algorithm, a platform (how it is written) and a backend (what it runs
-on). It may have a method `supports(problem) -> str | None` that gives the reason why it cannot take a call.
+on): a `PlatformFunction`, or any function of one's own. One that cannot take every call has `supports(problem) -> str | None`.
 
-Implementations live at `ejkernel.kernels._<platform>.<algorithm>._interface` and are imported when they are first looked
-for, so that importing the library needs no GPU, no Triton and no torch. When such an import fails, the reason is kept and
-shown when nothing else fits.
+Implementations live at `ejkernel.kernels._<platform>.<algorithm>._interface`, or one directory for a family of algorithms, and
+are imported when they are first looked for, so that importing the library needs no GPU, no Triton and no torch. When such an
+import fails, the reason is kept and shown when nothing else fits.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import importlib
 import importlib.util
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from ejkernel._device import Device, device_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -41,7 +43,7 @@ class Backend(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Implementation:
+class Registered:
     """One registered callable with what the registry knows of it."""
 
     algorithm: str
@@ -58,13 +60,15 @@ class Implementation:
         supports = getattr(self.function, "supports", None)
         return None if supports is None else supports(problem)
 
+    def preferred(self, problem: Any) -> bool:
+        """Whether it should take `problem` before others of lower priority."""
+        prefers = getattr(self.function, "preferred", None)
+        return True if prefers is None else prefers(problem)
 
-def current_backend() -> Backend:
-    """The kind of device that JAX computes on by default in this process."""
-    import jax
 
-    name = jax.default_backend()
-    return {"cuda": Backend.GPU, "rocm": Backend.GPU, "gpu": Backend.GPU, "tpu": Backend.TPU}.get(name, Backend.CPU)
+def backend_of(device: Device) -> Backend:
+    """The kind of a device; platforms that JAX has beside GPUs and TPUs count as CPUs, for which only xla is written."""
+    return {"gpu": Backend.GPU, "tpu": Backend.TPU}.get(device.backend, Backend.CPU)
 
 
 def _as_member(kind: type[Platform] | type[Backend], value: Any, argument: str) -> Any:
@@ -87,12 +91,29 @@ def as_backend(value: str | Backend | None) -> Backend | None:
     return _as_member(Backend, value, "backend")
 
 
+def _wanted_backend(value: str | Backend | None, problem: Any) -> Backend:
+    """The backend that is meant: None and "any" mean the device of the call, or of this process where there is none."""
+    named = as_backend(value)
+    if named not in (None, Backend.ANY):
+        return named
+    device = getattr(problem, "device", None)
+    return backend_of(device if isinstance(device, Device) else device_of(()))
+
+
 class KernelRegistry:
     """Implementations by algorithm, platform and backend, imported when they are first looked for."""
 
-    def __init__(self, package: str | None = None):
-        """Args: package: where `_<platform>/<algorithm>/_interface.py` lie; None: only what `register` is given."""
+    def __init__(
+        self, package: str | None = None, *, families: Mapping[str, str] | None = None, aliases: Mapping[str, str] | None = None
+    ):
+        """
+        Args:
+            package: where `_<platform>/<algorithm>/_interface.py` lie; None: only what `register` is given.
+            families: the directory of algorithms that share one, by algorithm.
+            aliases: further names of algorithms, and which one each means.
+        """
         self._package = package
+        self._families, self._aliases = dict(families or {}), dict(aliases or {})
         self._implementations: dict[str, list[Implementation]] = {}
         self._import_failures: dict[tuple[str, Platform], str] = {}
         self._visited: set[tuple[str, Platform]] = set()
@@ -106,12 +127,13 @@ class KernelRegistry:
         Raises:
             ValueError: another callable already stands under the same algorithm, platform, backend and priority.
         """
+        algorithm = self.name_of(algorithm)
         known_platform, known_backend = as_platform(platform), as_backend(backend)
         if known_platform is None or known_backend is None:
             raise ValueError(f"register needs a named platform and backend; got {platform!r} and {backend!r}.")
 
         def add(function: Function) -> Function:
-            entry = Implementation(algorithm, known_platform, known_backend, priority, function)
+            entry = Registered(algorithm, known_platform, known_backend, priority, function)
             with self._lock:
                 entries = self._implementations.setdefault(algorithm, [])
                 for other in entries:
@@ -125,10 +147,23 @@ class KernelRegistry:
 
         return add
 
+    def name_of(self, algorithm: str) -> str:
+        """The algorithm that a name means: itself, unless it is an alias.
+
+        Example:
+            >>> kernel_registry.name_of("recurrent_gla"), kernel_registry.name_of("recurrent")
+            ('gla', 'recurrent')
+        """
+        return self._aliases.get(algorithm, algorithm)
+
     def get(
         self, algorithm: str, platform: Platform | str | None = None, backend: Backend | str | None = None
     ) -> Callable[..., Any]:
-        """The implementation with the highest priority that fits; ValueError with everything refused and why."""
+        """The implementation with the highest priority that fits; ValueError with everything refused and why.
+
+        Args:
+            backend: None and "any" mean the device that this process computes on.
+        """
         return self.select(algorithm, platform, backend).function
 
     def select(
@@ -137,27 +172,33 @@ class KernelRegistry:
         platform: Platform | str | None = None,
         backend: Backend | str | None = None,
         problem: Any = None,
-    ) -> Implementation:
-        """Like `get`, for a given call: implementations whose `supports(problem)` gives a reason are passed over."""
-        wanted, device = as_platform(platform), as_backend(backend) or current_backend()
+    ) -> Registered:
+        """Like `get`, for a given call: implementations whose `supports(problem)` gives a reason are passed over.
+
+        Where no platform is named, those that take the call but not well (`preferred`) come last.
+        """
+        wanted, device = as_platform(platform), _wanted_backend(backend, problem)
         candidates = self.list_implementations(algorithm)
         if not candidates and not self._failures(algorithm):
             known = ", ".join(map(repr, self.list_algorithms())) or "none"
             raise ValueError(f"unknown algorithm {algorithm!r}; known: {known}.")
-        refused: list[str] = []
+        fitting, refused = [], []
         for entry in candidates:
             if wanted is not None and entry.platform is not wanted:
                 continue
             reason = self.refusal(entry, problem, device)
             if reason is None:
-                return entry
-            refused.append(f"{entry.platform} ({entry.backend}): {reason}")
+                fitting.append(entry)
+            else:
+                refused.append(f"{entry.platform} ({entry.backend}): {reason}")
+        if fitting:
+            return next((entry for entry in fitting if problem is None or entry.preferred(problem)), fitting[0])
         refused += [f"{at}: its import failed: {why}" for at, why in self._failures(algorithm).items() if wanted in (None, at)]
         raise ValueError(_no_implementation(algorithm, wanted, device, refused, candidates))
 
     def refusal(self, entry: Implementation, problem: Any = None, backend: Backend | str | None = None) -> str | None:
         """Why an implementation cannot take a call on a device; None when it can."""
-        device = as_backend(backend) or current_backend()
+        device = _wanted_backend(backend, problem)
         return _wrong_device(entry, device) or (None if problem is None else entry.refusal(problem))
 
     def status(self, algorithm: str, backend: Backend | str | None = None) -> dict[Platform, str | None]:
@@ -179,15 +220,18 @@ class KernelRegistry:
         return found
 
     def list_algorithms(self) -> list[str]:
-        """The algorithms that have an implementation."""
+        """The names of algorithms that have an implementation, aliases included."""
+        families = set(self._families.values())
         for platform in Platform:
-            for algorithm in self._shipped(platform):
+            for algorithm in (*self._families, *(name for name in self._shipped(platform) if name not in families)):
                 self._load(algorithm, platform)
         with self._lock:
-            return sorted(self._implementations)
+            known = self._implementations.keys()
+            return sorted([*known, *(alias for alias, name in self._aliases.items() if name in known)])
 
-    def list_implementations(self, algorithm: str) -> list[Implementation]:
+    def list_implementations(self, algorithm: str) -> list[Registered]:
         """Every implementation of an algorithm that could be imported, best first."""
+        algorithm = self.name_of(algorithm)
         for platform in Platform:
             self._load(algorithm, platform)
         with self._lock:
@@ -206,7 +250,8 @@ class KernelRegistry:
                     raise ValueError(f"{entry} takes {other}, but {entries[0]} takes {first}.")
 
     def _failures(self, algorithm: str) -> dict[Platform, str]:
-        return {platform: why for (name, platform), why in self._import_failures.items() if name == algorithm}
+        name = self.name_of(algorithm)
+        return {platform: why for (failed, platform), why in self._import_failures.items() if failed == name}
 
     def _shipped(self, platform: Platform) -> list[str]:
         """The algorithms that have a directory for this platform."""
@@ -224,23 +269,24 @@ class KernelRegistry:
             if (algorithm, platform) in self._visited:
                 return
             self._visited.add((algorithm, platform))
-            if algorithm not in self._shipped(platform):
+            directory = self._families.get(algorithm, algorithm)
+            if directory not in self._shipped(platform):
                 return
             try:
-                importlib.import_module(f"{self._package}._{platform}.{algorithm}._interface")
+                importlib.import_module(f"{self._package}._{platform}.{directory}._interface")
             except Exception as failure:  # any failure means "not here"; the reason is shown when nothing else fits
                 self._import_failures[algorithm, platform] = f"{type(failure).__name__}: {failure}"
 
 
-def _wrong_device(entry: Implementation, device: Backend) -> str | None:
+def _wrong_device(entry: Registered, device: Backend) -> str | None:
     if entry.backend in (Backend.ANY, device):
         return None
     names = {Backend.GPU: "NVIDIA GPU", Backend.TPU: "TPU", Backend.CPU: "CPU"}
-    return f"this process computes on {device}, not on an {names[entry.backend]}"
+    return f"this call computes on a {device}, not on an {names[entry.backend]}"
 
 
 def _no_implementation(
-    algorithm: str, wanted: Platform | None, device: Backend, refused: list[str], candidates: list[Implementation]
+    algorithm: str, wanted: Platform | None, device: Backend, refused: list[str], candidates: list[Registered]
 ) -> str:
     import jax
 
@@ -255,4 +301,8 @@ def _no_implementation(
     return f"no implementation of {algorithm!r}{where} here (devices: {devices}): {why}.{hint}"
 
 
-kernel_registry = KernelRegistry("ejkernel.kernels")
+kernel_registry = KernelRegistry(
+    "ejkernel.kernels",
+    families={"recurrent": "linear", "gla": "linear", "lightning_attn": "linear"},
+    aliases={"recurrent_gla": "gla"},
+)

@@ -7,9 +7,10 @@ import functools
 from ejkernel.kernels._registry import Platform, kernel_registry
 from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Executor, PersistentCache, Tuner
 from ejkernel.ops.config.cache import shared_cache
+from ejkernel.ops.config.policy import as_policy
 
 
-def create_default_executor(policy: AutotunePolicy | None = None) -> Executor:
+def create_default_executor(policy: AutotunePolicy | str | None = None) -> Executor:
     """An executor with memory, disk and tuning as the environment says.
 
     All default executors share one memory, so a configuration that one of them tuned or imported serves all.
@@ -17,9 +18,10 @@ def create_default_executor(policy: AutotunePolicy | None = None) -> Executor:
     itself says, and the platform's user cache folder is used. Both are read when they are needed.
 
     Args:
-        policy: what a miss does; None: as the environment says, comparing and timing gradients when tuning.
+        policy: what a miss does; None: as the environment says, comparing and timing gradients when tuning. "autotune",
+            "heuristics" and "error" mean the same whatever the environment says.
     """
-    chosen = AutotunePolicy(validate_backward=True) if policy is None else policy
+    chosen = as_policy(policy, validate_backward=True)
     return Executor(ConfigSelectorChain(cache=shared_cache(), policy=chosen, tuner=Tuner(), persistent=PersistentCache))
 
 

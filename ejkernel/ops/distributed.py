@@ -41,7 +41,7 @@ def agree(inv: Invocation, purpose: str, decide: Callable[[], Choice], check: Ch
     client, address = _client(), _address(inv.key, purpose)
     if client is None:
         warn_once(("processes",), "several processes but no jax.distributed client: heuristics are used, so that all agree.")
-        return _heuristic(inv)
+        return _heuristic(inv, "several processes but no jax.distributed client")
     return (
         _lead(inv, client, address, decide, check)
         if jax.process_index() == 0
@@ -83,7 +83,7 @@ def _follow(inv: Invocation, client: Any, address: str, check: Check, seconds: f
             f"process 0 did not say within {seconds:g} s how to run {inv.kernel.op_id!r} for {inv.shapes}, so the heuristic is "
             f"used ({type(problem).__name__}).",
         )
-        message = _settle(client, address, _message(_heuristic(inv)))
+        message = _settle(client, address, _message(_heuristic(inv, f"process 0 did not say how within {seconds:g} s")))
     return _understood(inv, message, check)
 
 
@@ -92,13 +92,14 @@ def _understood(inv: Invocation, message: dict[str, Any], check: Check) -> Choic
 
     if "error" in message:
         raise NoConfigError(f"process 0 could not choose a configuration of {inv.kernel.op_id!r}: {message['error']}")
-    return check(inv, Level(message["level"]), message["config"], message["record"]) or _heuristic(inv)
+    agreed = check(inv, Level(message["level"]), message["config"], message["record"])
+    return agreed or _heuristic(inv, "what process 0 chose cannot run here")
 
 
-def _heuristic(inv: Invocation) -> Choice:
+def _heuristic(inv: Invocation, why: str) -> Choice:
     from ejkernel.ops.config.selection import Choice, Level
 
-    return Choice(inv.kernel.heuristic_cfg(inv), Level.HEURISTICS)
+    return Choice(inv.kernel.heuristic_cfg(inv), Level.HEURISTICS, {"not_tuned": why})
 
 
 def _message(choice: Choice) -> dict[str, Any]:

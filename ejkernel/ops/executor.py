@@ -10,11 +10,13 @@ import numpy as np
 from jax import tree_util
 from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as inside_jit
 
+from ejkernel._device import mesh_platform, planned, underneath
 from ejkernel.ops import collecting
+from ejkernel.ops.config.codec import check_config
 from ejkernel.ops.config.overlay import active
 from ejkernel.ops.config.policy import VARIABLE
 from ejkernel.ops.config.selection import Choice, ConfigSelectorChain
-from ejkernel.ops.invocation import Invocation, mapped_axes, split, underneath
+from ejkernel.ops.invocation import Invocation, mapped_axes, split
 from ejkernel.ops.kernel import Cfg, Kernel, Out
 from ejkernel.ops.key import thread_settings
 from ejkernel.ops.plan import Plan
@@ -45,7 +47,7 @@ class Executor:
     def __init__(self, chooser: ConfigSelectorChain):
         """Args: chooser: what picks the configurations."""
         self.chooser = chooser
-        self._plans: dict[Any, Plan] = {}  # by kernel, configuration and arrangement of arguments
+        self._plans: dict[Any, Plan] = {}  # by kernel, configuration, arrangement of arguments and device
         self._known: dict[Any, Plan] = {}  # by all that a choice depends on
 
     def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, _cfg: Cfg | None = None, **kwargs: Any) -> Out:
@@ -55,6 +57,7 @@ class Executor:
             *args, **kwargs: pytrees; their arrays are data, all other leaves are static and must be hashable.
             _cfg: an explicit configuration; it wins over everything and is used as given.
         """
+        args, kwargs = kernel.prepare(args, kwargs)
         if collecting.current() is not None:
             return self._listed(kernel, args, kwargs, _cfg)
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
@@ -63,14 +66,18 @@ class Executor:
         try:
             plan = self._known.get(name)
         except TypeError as problem:
-            raise TypeError(f"{kernel.op_id}: every static argument, and cfg, must be hashable ({problem}).") from None
+            if _cfg is not None:
+                check_config(_cfg, f"{kernel.op_id}: cfg")
+            raise TypeError(f"{kernel.op_id}: every static argument must be hashable ({problem}).") from None
         if plan is None:
-            plan = self._plan(kernel, args, kwargs, self.choose(kernel, *args, _cfg=_cfg, **kwargs))
+            inv = Invocation.of(kernel, *args, **kwargs)
+            plan = self._plan(inv, self.chooser.choose(inv, _cfg).config)
             _remember(self._known, name, plan)
         return plan.compiled(*arrays) if concrete and not inside_jit() else plan.inline(*arrays)
 
     def choose(self, kernel: Kernel[Cfg, Out], *args: Any, _cfg: Cfg | None = None, **kwargs: Any) -> Choice:
         """The configuration that a call would run with, and which level chose it, without running it."""
+        args, kwargs = kernel.prepare(args, kwargs)
         return self.chooser.choose(Invocation.of(kernel, *args, **kwargs), _cfg)
 
     def _listed(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
@@ -79,22 +86,22 @@ class Executor:
         if cfg is None:
             assert calls is not None
             calls.add(self.chooser, inv)
-        arrays, layout = split(args, kwargs)
-        return Plan(kernel, kernel.heuristic_cfg(inv) if cfg is None else cfg, layout).inline(*arrays)
+        return self._plan(inv, kernel.heuristic_cfg(inv) if cfg is None else cfg).inline(*split(args, kwargs)[0])
 
-    def _plan(self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice) -> Plan:
-        """The plan for a choice, shared by all shapes that make the same one."""
-        _, layout = split(args, kwargs)
-        name = (kernel, choice.config, layout)
+    def _plan(self, inv: Invocation, config: Any) -> Plan:
+        """The plan for a configuration, shared by all shapes that have the same one."""
+        config, device = inv.kernel.settled(inv, config), inv.target
+        _, layout = split(inv.args, inv.kwargs)
+        name = (inv.kernel, config, layout, device)
         plan = self._plans.get(name)
         if plan is None:
-            plan = Plan(kernel, choice.config, layout)
+            plan = Plan(inv.kernel, config, layout, device)
             _remember(self._plans, name, plan)
         return plan
 
     def _surroundings(self) -> tuple[Any, ...]:
         """What else the choice depends on."""
-        return self.chooser.generation, active(), os.environ.get(VARIABLE), *thread_settings()
+        return self.chooser.generation, active(), os.environ.get(VARIABLE), planned(), mesh_platform(), *thread_settings()
 
 
 def _signature(leaves: list[Any]) -> tuple[list[Any], tuple[Any, ...], bool]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -15,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from ejkernel.ops.kernel import Cfg, Kernel, Out
-from ejkernel.ops.key import bucket, default_device, environment, settings, stable_text, structure_text
+from ejkernel._device import Device, default_device, describe, inner, jax_device_of, on_device, planned, underneath
+from ejkernel.ops.kernel import Cfg, Kernel, Out, named_arguments
+from ejkernel.ops.key import bucket, environment, settings, stable_text, structure_text
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
@@ -88,33 +88,62 @@ class Invocation(Generic[Cfg, Out]):
         kernel.check_identity()
         arrays, layout = split(args, kwargs)
         abstract = layout.rebuild([_abstract(array) for array in arrays])
-        return cls(kernel, abstract[0], abstract[1], _device_of(arrays), mapped_axes(arrays))
+        return cls(kernel, abstract[0], abstract[1], jax_device_of(arrays), mapped_axes(arrays))
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
-        """The arguments by the name of `run`'s parameters, defaults included."""
-        return bind(self.kernel, self.args, self.kwargs)
+        """The arguments by the name of the kernel's parameters, defaults included."""
+        return named_arguments(self.kernel, self.args, self.kwargs)
+
+    @functools.cached_property
+    def target(self) -> Device:
+        """What kernels are planned for: the device, or the one that an `on_device` around the call names."""
+        return planned() or describe(self.device)
+
+    @functools.cached_property
+    def problem(self) -> Any:
+        """What the kernel makes of the arguments, on shapes alone: what the choice of a configuration depends on."""
+        if type(self.kernel).problem is Kernel.problem:
+            return self.arguments
+        arrays, layout = split(self.args, self.kwargs)
+
+        def make(*arrays: Any) -> Any:
+            args, kwargs = layout.rebuild(arrays)
+            return self.kernel.problem(*args, **kwargs)
+
+        with on_device(self.target):
+            return jax.eval_shape(make, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays))
 
     @functools.cached_property
     def shapes(self) -> dict[str, str]:
-        """Every array argument as text, such as `{"problem.query": "float32[2,~512,4,64]"}`; `~` marks a bucketed length."""
+        """Every array of the problem as text, such as `{"query": "float32[2,~512,4,64]"}`; `~` marks a bucketed length."""
         found: dict[str, str] = {}
-        position = {id(array): number for number, array in enumerate(split(self.args, self.kwargs)[0])}
-        for path, leaf in tree_util.tree_flatten_with_path(self.arguments)[0]:
+        for path, leaf in tree_util.tree_flatten_with_path(self.problem)[0]:
             if is_array(leaf):
                 name = tree_util.keystr(path, simple=True, separator=".")
-                found[name] = self._shape_text(name, leaf, position.get(id(leaf)))
+                found[name] = self._shape_text(name, leaf)
         return found
 
     @functools.cached_property
     def static(self) -> dict[str, str]:
-        """Every static leaf of the arguments as text."""
-        leaves = tree_util.tree_flatten_with_path(self.arguments)[0]
-        return {
+        """Every static leaf of the problem as text, and what else the kernel tells calls apart by."""
+        leaves = tree_util.tree_flatten_with_path(self.problem)[0]
+        found = {
             tree_util.keystr(path, simple=True, separator="."): stable_text(leaf, tree_util.keystr(path))
             for path, leaf in leaves
             if not is_array(leaf)
         }
+        return {**found, **self.kernel.key_fields(self)}
+
+    @functools.cached_property
+    def placement(self) -> dict[str, str]:
+        """How array arguments are split between devices and mapped by `jax.vmap`, by name, for those that are."""
+        position = {id(array): number for number, array in enumerate(split(self.args, self.kwargs)[0])}
+        found: dict[str, str] = {}
+        for path, leaf in tree_util.tree_flatten_with_path(self.arguments)[0]:
+            if id(leaf) in position and (text := self._placement_text(leaf, position[id(leaf)])):
+                found[tree_util.keystr(path, simple=True, separator=".")] = text
+        return found
 
     @functools.cached_property
     def call(self) -> str:
@@ -124,7 +153,7 @@ class Invocation(Generic[Cfg, Out]):
     @functools.cached_property
     def key(self) -> str:
         """What a tuned configuration is stored under: readable JSON, the same in every process."""
-        surroundings = {**environment(self.device), **self.kernel.library_versions()}
+        surroundings = {**environment(self.device), **self.kernel.library_versions(self)}
         return json.dumps({**self._call(), "environment": surroundings}, sort_keys=True, separators=(",", ":"))
 
     def _call(self) -> dict[str, Any]:
@@ -133,52 +162,27 @@ class Invocation(Generic[Cfg, Out]):
             "version": self.kernel.version,
             "arrays": self.shapes,
             "static": self.static,
-            "structure": structure_text(tree_util.tree_structure(self.arguments), f"an argument of {self.kernel.op_id!r}"),
+            "structure": structure_text(tree_util.tree_structure(self.problem), f"an argument of {self.kernel.op_id!r}"),
         }
         own = {name: value for name, value in vars(self.kernel).items() if name not in ("op_id", "version")}
-        extra = {"kernel": stable_text(own, f"an attribute of {self.kernel!r}") if own else "", "settings": settings()}
+        extra = {
+            "placement": self.placement,
+            "kernel": stable_text(own, f"an attribute of {self.kernel!r}") if own else "",
+            "settings": settings(),
+        }
         return {**made, **{name: value for name, value in extra.items() if value}}
 
-    def _shape_text(self, name: str, leaf: Any, position: int | None) -> str:
+    def _shape_text(self, name: str, leaf: Any) -> str:
         shape = tuple(leaf.shape)
         lengths = {axis % len(shape) for axis in self.kernel.length_axes(name, shape)} if shape else set()
         sizes = (f"~{bucket(size)}" if axis in lengths else str(size) for axis, size in enumerate(shape))
-        text = f"{leaf.dtype}[{','.join(sizes)}]"
+        return f"{leaf.dtype}[{','.join(sizes)}]"
+
+    def _placement_text(self, leaf: Any, position: int) -> str:
         sharding = getattr(leaf, "sharding", None)
-        if sharding is not None:
-            text += f" split {'x'.join(map(str, parts(shape, sharding)))}"
-        if position is None:  # an array that is a default value of `run`
-            return text
+        words = [] if sharding is None else [f"split {'x'.join(map(str, parts(tuple(leaf.shape), sharding)))}"]
         axes = ((level, mapped.size, mapped.axes[position]) for level, mapped in enumerate(self.mapped))
-        return text + "".join(f" vmap{level} {size}@{axis}" for level, size, axis in axes if axis is not None)
-
-
-def bind(kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by parameter name. TypeError when they do not fit `run`."""
-    signature = _signature(type(kernel).run)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as problem:
-        raise TypeError(f"{kernel.op_id}: {problem}; it takes {signature}.") from None
-    bound.apply_defaults()
-    named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            named.update({str(position): item for position, item in enumerate(value)})
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(value)
-        else:
-            named[name] = value
-    return named
-
-
-@functools.cache
-def _signature(run: Callable[..., Any]) -> inspect.Signature:
-    """The parameters of `run` without `self` and `cfg`."""
-    whole = inspect.signature(run)
-    rest = list(whole.parameters.values())[1:]
-    return whole.replace(parameters=[p for p in rest if p.name != "cfg"], return_annotation=inspect.Signature.empty)
+        return " ".join([*words, *(f"vmap{level} {size}@{axis}" for level, size, axis in axes if axis is not None)])
 
 
 def _abstract(array: Any) -> jax.ShapeDtypeStruct:
@@ -205,16 +209,6 @@ def parts(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
     return tuple(ways + [1] * (len(shape) - len(ways)))
 
 
-def _device_of(arrays: Sequence[Any]) -> jax.Device:
-    for array in arrays:
-        value = underneath(array)
-        if isinstance(value, jax.Array):
-            here: list[Any] = list(value.sharding.addressable_devices)
-            if here:
-                return min(here, key=lambda device: device.id)
-    return default_device()
-
-
 def mapped_axes(arrays: Sequence[Any]) -> tuple[MappedAxis, ...]:
     """The vmaps around a call, innermost first.
 
@@ -236,17 +230,3 @@ def mapped_axes(arrays: Sequence[Any]) -> tuple[MappedAxis, ...]:
 
 def _depth(array: Any) -> int:
     return 1 + _depth(inner(array)) if isinstance(array, jax.core.Tracer) else 0
-
-
-def inner(tracer: Any) -> Any:
-    """What a tracer of `jax.vmap`, `jax.jvp` or `jax.grad` wraps; None for any other tracer."""
-    if hasattr(tracer, "batch_dim"):
-        return tracer.val
-    return getattr(tracer, "primal", None)
-
-
-def underneath(array: Any) -> Any:
-    """The array that tracers wrap, or the array itself; None where there is no value yet."""
-    while isinstance(array, jax.core.Tracer):
-        array = inner(array)
-    return array

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args, get_origin
 
 import jax
 
+from ejkernel.ops import names
 from ejkernel.ops.key import check_op_id
 
 if TYPE_CHECKING:
@@ -27,10 +30,12 @@ class Kernel(Generic[Cfg, Out]):
 
     Attributes:
         op_id: the operation's name; part of every key and of the cache's folder.
+        aliases: other names of the operation, which overlays and the command line understand.
         version: raise it when the meaning or speed of a configuration changes; stored results of other versions are not found.
     """
 
     op_id: str = ""
+    aliases: ClassVar[tuple[str, ...]] = ()
     version: int = 1
     _config_cls: ClassVar[type | None] = None
 
@@ -38,9 +43,11 @@ class Kernel(Generic[Cfg, Out]):
         """Args: op_id: the operation's name, for kernels that do not set it on the class."""
         if op_id is not None:
             self.op_id = op_id
+            names.declare(op_id)
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
+        names.declare(cls.op_id, cls.__dict__.get("aliases", ()))
         for base in cls.__dict__.get("__orig_bases__", ()):
             origin = get_origin(base)
             if isinstance(origin, type) and issubclass(origin, Kernel) and isinstance(get_args(base)[0], type):
@@ -79,6 +86,26 @@ class Kernel(Generic[Cfg, Out]):
         """
         raise NotImplementedError(f"{type(self).__name__} defines no vjp.")
 
+    # What is asked
+
+    def parameters(self) -> inspect.Signature:
+        """The arguments that a call takes: by default those of `run` without `cfg`."""
+        return parameters_of(type(self).run)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What has to look at values, before anything is traced: checks them, or replaces arguments by what follows from them.
+
+        Asked for every call, so it must cost little; traced arguments have no values yet.
+        """
+        return args, kwargs
+
+    def problem(self, *args: Any, **kwargs: Any) -> Any:
+        """The call as configurations are chosen for it: a pytree of arrays and static fields, by default the arguments by name.
+
+        Calls that make the same problem share a key, and so a configuration. It is traced on shapes alone.
+        """
+        return named_arguments(self, args, kwargs)
+
     # Which configuration
 
     def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
@@ -91,6 +118,14 @@ class Kernel(Generic[Cfg, Out]):
 
     def check_cfg(self, inv: Invocation[Cfg, Out], cfg: Cfg) -> str | None:
         """The reason why this call cannot run with `cfg`; None when it can. Asked of everything stored, before use."""
+        return None
+
+    def settled(self, inv: Invocation[Cfg, Out], cfg: Cfg) -> Cfg:
+        """The configuration as this call runs with it: choices that it leaves open ("auto") are made by the call's device."""
+        return cfg
+
+    def route(self, inv: Invocation[Cfg, Out], cfg: Cfg) -> str | None:
+        """The name of the way that a call takes with `cfg`, for the report; None where there is only one."""
         return None
 
     def default_policy(self, backend: str) -> str:
@@ -106,12 +141,17 @@ class Kernel(Generic[Cfg, Out]):
         """The axes of an array that count tokens or the like. Calls that differ only within a bucket share a key.
 
         Args:
-            name: where the array is, as `"argument"` or `"argument.field"`, argument being a parameter of `run`.
+            name: where the array is in the problem: by default `"argument"` or `"argument.field"`, argument being a parameter
+                of `run`.
             shape: its shape.
         """
         return ()
 
-    def library_versions(self) -> Mapping[str, str]:
+    def key_fields(self, inv: Invocation[Cfg, Out]) -> Mapping[str, str]:
+        """What else tells this call from others: whatever restricts the candidates and is no part of the problem."""
+        return {}
+
+    def library_versions(self, inv: Invocation[Cfg, Out]) -> Mapping[str, str]:
         """Libraries beyond JAX whose version a measurement depends on, such as `{"triton": "3.9.0"}`."""
         return {}
 
@@ -154,3 +194,31 @@ class Kernel(Generic[Cfg, Out]):
         check_op_id(self.op_id, f"{type(self).__name__}.op_id")
         if not isinstance(self.version, int):
             raise ValueError(f"{type(self).__name__}.version must be an integer; got {self.version!r}.")
+
+
+@functools.cache
+def parameters_of(run: Callable[..., Any]) -> inspect.Signature:
+    """The parameters of a method `run` without `self` and `cfg`."""
+    whole = inspect.signature(run)
+    rest = list(whole.parameters.values())[1:]
+    return whole.replace(parameters=[p for p in rest if p.name != "cfg"], return_annotation=inspect.Signature.empty)
+
+
+def named_arguments(kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the name of their parameter, defaults included. TypeError when they do not fit."""
+    signature = kernel.parameters()
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as problem:
+        raise TypeError(f"{kernel.op_id}: {problem}; it takes {', '.join(signature.parameters)}.") from None
+    bound.apply_defaults()
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            named.update({str(position): item for position, item in enumerate(value)})
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        else:
+            named[name] = value
+    return named

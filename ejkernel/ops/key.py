@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel._device import Device, backend_of
 from ejkernel._version import __version__
 
 _settings: Any = jax.config  # whose attributes come from flags, which type checkers do not see
@@ -24,9 +25,14 @@ _LEGAL_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
+def is_op_id(op_id: Any) -> bool:
+    """Whether `op_id` can name an operation and its folder."""
+    return isinstance(op_id, str) and _LEGAL_ID.fullmatch(op_id) is not None
+
+
 def check_op_id(op_id: Any, where: str) -> None:
     """ValueError unless `op_id` can name an operation and its folder."""
-    if not isinstance(op_id, str) or not _LEGAL_ID.fullmatch(op_id):
+    if not is_op_id(op_id):
         raise ValueError(f"{where} must be letters, digits, '_', '.' and '-', not starting with '.' or '-'; got {op_id!r}.")
 
 
@@ -63,6 +69,8 @@ def stable_text(value: Any, where: str) -> str:
     if isinstance(value, Mapping):
         items = sorted(f"{stable_text(name, where)}:{stable_text(item, where)}" for name, item in value.items())
         return f"{type(value).__name__}({','.join(items)})"
+    if isinstance(value, Device):
+        return "device"  # what of it matters is in the environment
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (f"{f.name}={stable_text(getattr(value, f.name), where)}" for f in dataclasses.fields(value))
         return f"{type(value).__name__}({','.join(fields)})"
@@ -89,19 +97,6 @@ def structure_text(treedef: Any, where: str) -> str:
     inside = ",".join(structure_text(child, where) for child in treedef.children())
     data = "" if static is None else f"[{stable_text(static, where)}]"
     return f"{kind.__name__}{data}({inside})"
-
-
-def backend_of(device: jax.Device) -> str:
-    """`"gpu"`, `"tpu"` or `"cpu"` for a device; other platforms keep their own name."""
-    return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
-
-
-def default_device() -> jax.Device:
-    """The device that computations of this thread run on when no argument says otherwise."""
-    chosen = _settings.jax_default_device
-    if chosen is None:
-        return jax.local_devices()[0]
-    return jax.local_devices(backend=chosen)[0] if isinstance(chosen, str) else chosen
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
+from ejkernel._device import Device, on_device
 from ejkernel.ops.invocation import Layout, is_array, is_float
 from ejkernel.ops.kernel import Kernel
 
@@ -18,14 +19,19 @@ from ejkernel.ops.kernel import Kernel
 class Plan:
     """One kernel with one configuration and one arrangement of arguments, as a function of the arrays alone."""
 
-    def __init__(self, kernel: Kernel[Any, Any], cfg: Any, layout: Layout):
-        """Args: layout: where the arrays are among the arguments, and the static values between them."""
-        self.kernel, self.cfg, self.layout = kernel, cfg, layout
+    def __init__(self, kernel: Kernel[Any, Any], cfg: Any, layout: Layout, device: Device):
+        """
+        Args:
+            layout: where the arrays are among the arguments, and the static values between them.
+            device: where the call computes; while it is traced, its arrays do not say so.
+        """
+        self.kernel, self.cfg, self.layout, self.device = kernel, cfg, layout, device
         self.inline: Callable[..., Any] = _with_own_gradient(self) if kernel.has_own_gradient else self._run
 
     def _run(self, *arrays: Any) -> Any:
         args, kwargs = self.layout.rebuild(arrays)
-        return self.kernel.run(*args, cfg=self.cfg, **kwargs)
+        with on_device(self.device):
+            return self.kernel.run(*args, cfg=self.cfg, **kwargs)
 
     @functools.cached_property
     def compiled(self) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import jax
 from jax import tree_util
 
 from ejkernel.ops.compare import difference, nan_in
-from ejkernel.ops.config.codec import to_fields
+from ejkernel.ops.config.codec import check_config, to_fields, unfit
 from ejkernel.ops.invocation import Invocation, is_array
 from ejkernel.ops.key import environment
 from ejkernel.ops.trial import Inputs, Trial
@@ -62,8 +62,10 @@ class Race:
 
         def prepare() -> tuple[Any, list[Any], Inputs]:
             heuristic = self.inv.kernel.heuristic_cfg(self.inv)
+            to_fields(heuristic)  # TypeError, before anything is measured, for what could not be stored
             others = [config for config in self.inv.kernel.candidate_cfgs(self.inv) if config != heuristic]
-            return heuristic, list(dict.fromkeys(others)), Inputs.of(self.inv)
+            fit = list(dict.fromkeys(config for config in others if unfit(config) is None))
+            return heuristic, fit + [config for config in others if unfit(config) is not None], Inputs.of(self.inv)
 
         try:
             heuristic, others, self.inputs = self.worker.call(prepare, self._left())
@@ -102,6 +104,8 @@ class Race:
 
     def _first(self, trial: Trial, is_reference: bool) -> str | None:
         kernel = self.inv.kernel
+        check_config(trial.config, "a candidate")
+        to_fields(trial.config)
         refusal = kernel.check_cfg(self.inv, trial.config)
         if refusal is not None:
             return f"not supported: {refusal}"
@@ -153,7 +157,9 @@ class Race:
         return self.start + self.tuner.max_seconds - time.monotonic()
 
     def _record(self, winner: Trial, heuristic: Trial) -> dict[str, Any]:
+        route = self.inv.kernel.route(self.inv, winner.config)
         return {
+            **({} if route is None else {"route": route}),
             "seconds": winner.seconds,
             "heuristic_seconds": heuristic.seconds,
             "heuristic": to_fields(heuristic.config),

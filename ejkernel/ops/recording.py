@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -48,7 +49,7 @@ def save(choices: Iterable[Chosen], path: str | os.PathLike[str]) -> Path:
 
 
 def load(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The choices of a file that `save` wrote: key, level, config, record and call of each.
+    """The choices of a file that `save` wrote: key, level, config, record, route and call of each; older ones have no route.
 
     Raises:
         ValueError: it is no such file.
@@ -66,6 +67,8 @@ def load(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for number, choice in enumerate(choices):
         if not isinstance(choice, dict) or not all(isinstance(choice.get(name), kind) for name, kind in kinds.items()):
             raise ValueError(f"choice {number} must have a key and a level (strings), a config and a record (objects)")
+        if not isinstance(choice.get("route"), (str, NoneType)):
+            raise ValueError(f"the route of choice {number} must be a string; got {choice['route']!r}")
     return choices
 
 
@@ -95,7 +98,7 @@ def _choice(chosen: Chosen) -> dict[str, Any]:
         fields = to_fields(chosen.config)
     except TypeError:  # a user's kernel may have configurations that are no dataclasses; they are never stored
         fields = {"value": repr(chosen.config)}
-    written = {"key": chosen.key, "level": chosen.level, "config": fields, "record": dict(chosen.record)}
+    written = {"key": chosen.key, "level": chosen.level, "config": fields, "record": dict(chosen.record), "route": chosen.route}
     try:
         if chosen.invocation is None:
             raise NotRecordable("its arguments were not kept")
@@ -122,8 +125,8 @@ def _encode(value: Any) -> Any:
         if value.sharding is not None:
             raise NotRecordable("an array is split between devices; tune such a call in its own program with ejkernel.ops.tune")
         return {"array": str(value.dtype), "shape": list(value.shape)}
-    if isinstance(value, np.dtype):
-        return {"dtype": value.name}
+    if isinstance(value, np.dtype) or _is_dtype_class(value):
+        return {"dtype": jnp.dtype(value).name, **({} if isinstance(value, np.dtype) else {"class": True})}
     if isinstance(value, enum.Enum):
         return {"enum": _class_name(type(value)), "value": _encode(value.value)}
     if isinstance(value, tuple):
@@ -147,9 +150,10 @@ def _decode(value: Any) -> Any:
     if "float" in value:
         return float(value["float"])
     if "array" in value:
-        return jax.ShapeDtypeStruct(tuple(value["shape"]), jnp.dtype(value["array"]))
+        return jax.ShapeDtypeStruct(tuple(value["shape"]), _dtype(value["array"]))
     if "dtype" in value:
-        return jnp.dtype(value["dtype"])
+        dtype = jnp.dtype(value["dtype"])
+        return getattr(jnp, dtype.name) if value.get("class") else dtype
     if "enum" in value:
         return _class(value["enum"], lambda cls: issubclass(cls, enum.Enum))(_decode(value["value"]))
     if "tuple" in value:
@@ -159,6 +163,28 @@ def _decode(value: Any) -> Any:
         return {_decode(name): _decode(item) for name, item in value["mapping"]}
     fields = {name: _decode(item) for name, item in value["fields"].items()}
     return _class(value["dataclass"], dataclasses.is_dataclass)(**fields)
+
+
+def _is_dtype_class(value: Any) -> bool:
+    """Whether a value is a dtype as JAX names it: `jnp.float32`."""
+    return getattr(value, "dtype", None) in _DTYPES and getattr(jnp, value.dtype.name, None) is value
+
+
+_DTYPES = frozenset(jnp.dtype(name) for name in ("float32", "bfloat16", "float16", "float64"))
+
+
+def _dtype(name: str) -> Any:
+    """The dtype of an array; random keys have one of their own."""
+    if not name.startswith("key<"):
+        return jnp.dtype(name)
+    kinds = (jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype for impl in _KEYS)
+    found = next((kind for kind in kinds if str(kind) == name), None)
+    if found is None:
+        raise NotRecordable(f"random keys of kind {name} are not known here")
+    return found
+
+
+_KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def _kernel(written: Mapping[str, Any]) -> Kernel:

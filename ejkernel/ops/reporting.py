@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ejkernel.ops.config.validity import wrong_record
 from ejkernel.ops.invocation import Invocation
 
 _LIMIT = 10_000
@@ -23,9 +24,11 @@ class Chosen:
         arguments: its arrays and static values as text, by name.
         level: which level of the chain answered.
         config: the configuration.
-        record: where it was measured: `seconds` of the winner and the heuristic, `candidates` with times or reasons.
+        record: where it was measured: `seconds` of the winner and the heuristic, `candidates` with times or reasons,
+            `tuning_seconds` that measuring took; where it was not, `not_tuned` says why.
         key: the call's key.
         invocation: the call itself, as shapes and static values.
+        route: the name of the way that the call takes with the configuration; None where there is only one.
     """
 
     op_id: str
@@ -35,6 +38,34 @@ class Chosen:
     record: Mapping[str, Any] = field(repr=False)
     key: str = field(repr=False)
     invocation: Invocation | None = field(default=None, repr=False, compare=False)
+    route: str | None = None
+
+    @property
+    def why(self) -> str:
+        """How the level came to answer: that the call was tuned and how long it took, or why it was not; empty where the
+        level's name says it all.
+        """
+        if wrong_record(self.record) is not None:
+            return ""
+        return "; ".join(filter(None, (_origin(self.level, self.record), self.record.get("note"))))
+
+
+def _origin(level: str, record: Mapping[str, Any]) -> str:
+    if level == "heuristics":
+        if "failed" in record:
+            return f"tuning failed{_taking(record)}, so this is the heuristic: {record['failed']}"
+        return f"not tuned: {record['not_tuned']}" if "not_tuned" in record else ""
+    if level == "autotune":
+        candidates = record.get("candidates", ())
+        timed = sum("seconds" in candidate for candidate in candidates)
+        return f"tuned in this process{_taking(record)}, {timed} of {len(candidates)} candidates timed"
+    if level == "shipped" and "shipped_for" in record:
+        return f"shipped for {record['shipped_for']}"
+    return f"measured {record['time']}" if level in ("memory", "disk") and "time" in record else ""
+
+
+def _taking(record: Mapping[str, Any]) -> str:
+    return f" in {record['tuning_seconds']:.1f} s" if "tuning_seconds" in record else ""
 
 
 class Report(tuple[Chosen, ...]):
@@ -56,10 +87,16 @@ class Report(tuple[Chosen, ...]):
 
 
 def _lines(chosen: Chosen) -> list[str]:
-    seconds = chosen.record.get("seconds")
+    wrong = wrong_record(chosen.record)
+    seconds = None if wrong else chosen.record.get("seconds")
     time = "" if seconds is None else f"  {_duration(seconds)}"
     lines = [f"{chosen.op_id}  {chosen.level}  {chosen.config}{time}"]
+    lines += [] if chosen.route is None else [f"    route: {chosen.route}"]
     lines += [f"    {name}: {text}" for name, text in chosen.arguments.items()]
+    if wrong:
+        return [*lines, f"    its record is unreadable: {wrong}"]
+    if chosen.why:
+        lines.append(f"    {chosen.why}")
     for candidate in chosen.record.get("candidates", ()):
         fields = ", ".join(f"{name}={value}" for name, value in candidate["config"].items())
         outcome = candidate.get("reason") or _duration(candidate["seconds"])
@@ -77,7 +114,8 @@ _lock = threading.Lock()
 
 def describe(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> Chosen:
     """A choice as the report shows it."""
-    return Chosen(inv.kernel.op_id, {**inv.shapes, **inv.static}, level, config, record, inv.key, inv)
+    arguments = {**inv.shapes, **inv.static, **{f"{name} placed": text for name, text in inv.placement.items()}}
+    return Chosen(inv.kernel.op_id, arguments, level, config, record, inv.key, inv, inv.kernel.route(inv, config))
 
 
 def note(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> None:
@@ -97,6 +135,8 @@ def note(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) ->
 
 def report() -> Report:
     """Every choice of this process: operation, shapes, the level that answered, configuration, times, losers with reasons.
+
+    Of a call that nothing was known about it says whether it was tuned and how long that took, or why it was not.
 
     Calls that repeat a choice already listed are not listed again. Print it for a table.
     """

@@ -84,7 +84,10 @@ class Trial:
 
     def as_record(self) -> dict[str, Any]:
         """The candidate as stored: its fields with its time or the reason against it."""
-        outcome: dict[str, Any] = {"config": to_fields(self.config)}
+        try:
+            outcome: dict[str, Any] = {"config": to_fields(self.config)}
+        except TypeError:  # it lost for that
+            outcome = {"config": {"value": repr(self.config)}}
         if self.reason is not None:
             return {**outcome, "reason": self.reason}
         return {**outcome, "seconds": self.seconds, "noise": round(self.noise, 4), "samples": len(self.samples)}
@@ -132,7 +135,7 @@ class Inputs:
         return lambda: both(self.arrays, self.cotangents)
 
     def _function(self, config: Any) -> Callable[..., Any]:
-        function: Callable[..., Any] = Plan(self.inv.kernel, config, self.layout).inline
+        function: Callable[..., Any] = Plan(self.inv.kernel, config, self.layout, self.inv.target).inline
         for level in self.inv.mapped:
             function = jax.vmap(function, in_axes=level.axes)
         return function

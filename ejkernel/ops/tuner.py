@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ejkernel._numbers import is_int
 from ejkernel.ops.invocation import Invocation
 
 
@@ -57,14 +58,14 @@ class Tuner:
             progress: called with the share that is done and what is being done; None: a bar where standard error is a terminal.
         """
         for name, value, least in (("warmup", warmup, 0), ("iters", iters, 1)):
-            if not isinstance(value, int) or value < least:
+            if not is_int(value) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}.")
         for name, seconds in (("max_seconds", max_seconds), ("candidate_seconds", candidate_seconds)):
             if not seconds > 0:
                 raise ValueError(f"{name} must be positive; got {seconds!r}.")
         if not 0 <= min_gain < 1:
             raise ValueError(f"min_gain must be in [0, 1); got {min_gain!r}.")
-        self.warmup, self.iters = warmup, iters
+        self.warmup, self.iters = int(warmup), int(iters)
         self.max_seconds, self.candidate_seconds, self.min_gain = max_seconds, candidate_seconds, min_gain
         self.progress = progress
 

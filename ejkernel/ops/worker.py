@@ -32,6 +32,13 @@ class OvertimeError(Exception):
     """A task did not end in its time; its thread was left behind."""
 
 
+class EndedError(Exception):
+    """A task raised what ends a program (SystemExit, KeyboardInterrupt), which is not a candidate's to decide.
+
+    A real Ctrl-C reaches the thread that waits, never the one that works.
+    """
+
+
 class _Task:
     def __init__(self, function: Callable[[], Any]):
         self.function, self.done = function, threading.Event()
@@ -58,7 +65,12 @@ class Worker:
         self._tasks: queue.SimpleQueue[_Task | None] | None = None
 
     def call(self, function: Callable[[], Result], seconds: float) -> Result:
-        """The function's result, or its exception. OvertimeError when it takes longer than `seconds`."""
+        """The function's result, or its exception.
+
+        Raises:
+            OvertimeError: it takes longer than `seconds`.
+            EndedError: it raised what would end the program.
+        """
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
             _wait_at_exit()
@@ -73,6 +85,8 @@ class Worker:
         if not ended:
             self.close()
             raise OvertimeError(f"it took longer than {seconds:.3g} s")
+        if task.failure is not None and not isinstance(task.failure, Exception):
+            raise EndedError(f"it raised {task.failure!r}, which would end the program") from task.failure
         if task.failure is not None:
             raise task.failure
         return task.result

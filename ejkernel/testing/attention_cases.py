@@ -14,16 +14,8 @@ import numpy as np
 from ejkernel.kernels._attention import AttentionProblem
 from ejkernel.kernels._attention.dropout import kept
 from ejkernel.testing.attention_reference import Reference, attention_reference
-from ejkernel.testing.compare import assert_close
+from ejkernel.testing.compare import ATTENTION_TOLERANCES, assert_close
 from ejkernel.types.mask import MaskInfo
-
-# Largest relative RMS error against float64, of values and of gradients.
-TOLERANCES = {
-    "float64": (1e-12, 1e-12),
-    "float32": (2e-6, 2e-5),
-    "bfloat16": (6e-3, 6e-3),
-    "float16": (2e-3, 2e-3),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,13 +170,23 @@ class AttentionCase:
 
         return _numpy(both(self.arrays, self.d_output))
 
+    def evaluate(self, function: Callable[..., Any]) -> dict[str, np.ndarray]:
+        """Output, weights and gradients of an implementation that returns `(output, weights)`."""
+        return self.value_and_gradients(function)
+
+    def values(self, function: Callable[..., Any]) -> dict[str, np.ndarray]:
+        """Output and weights alone, which compile much faster."""
+        options = self.options
+        output, weights = jax.jit(lambda arrays: function(**arrays, **options))(self.arrays)
+        return _numpy({"output": output, "weights": weights})
+
     @property
     def tolerance(self) -> tuple[float, float]:
         """The largest errors allowed, of values and of gradients."""
-        return TOLERANCES[self.dtype]
+        return ATTENTION_TOLERANCES[self.dtype]
 
     def expected(self) -> dict[str, np.ndarray]:
-        """What `value_and_gradients` must give."""
+        """What `evaluate` must give."""
         return {"output": self.reference.output, "weights": self.reference.weights, **self.reference.gradients}
 
     def check(self, function: Callable[..., Any], weights: bool = True) -> None:

@@ -16,6 +16,12 @@ LINEAR_TOLERANCES = {
     "bfloat16": (6e-3, 6e-3),
     "float16": (1e-3, 1e-3),
 }
+ATTENTION_TOLERANCES = {
+    "float64": (1e-12, 1e-12),
+    "float32": (2e-6, 2e-5),
+    "bfloat16": (6e-3, 6e-3),
+    "float16": (2e-3, 2e-3),
+}
 VALUES = ("output", "state", "weights")  # what is not a gradient
 
 

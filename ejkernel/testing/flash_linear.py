@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel._device import default_device, describe
+
 _KERNELS = [set(), {"g"}, {"g_gamma"}, {"gk"}, {"gv"}, {"gk", "gv"}]
 _CONSTANT = "g_gamma"  # a constant of the layer there, without a gradient
 
@@ -24,7 +26,7 @@ def missing() -> str | None:
     absent = [name for name in ("torch", "fla") if importlib.util.find_spec(name) is None]
     if absent:
         return f"{' and '.join(absent)} not installed (pip install flash-linear-attention)"
-    if jax.default_backend() == "cpu":
+    if describe(default_device()).capability is None:
         return "it needs an NVIDIA GPU"
     return None
 

@@ -1,8 +1,7 @@
 """What a call cannot be faster than: its bytes over the memory's rate, or its operations over the arithmetic's.
 
-Bytes: every input is read once and every result written once; the backward pass reads the inputs and the output's gradient
-again. Operations: those of the recurrence itself (softmax attention: of the pairs that a causal mask keeps), which chunked and
-blockwise kernels exceed. Rates are measured on this device: a copy of as many bytes, and a matrix product in the call's dtype.
+How many bytes and operations a call must have its operation's record says. Rates are measured on this device: a copy of as many
+bytes, and a matrix product in the call's dtype.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel._device import backend_of, default_device
 from ejkernel.ops.key import bucket
-from ejkernel.testing.shapes import Shape
 from ejkernel.testing.timing import best_time
 
 _LARGEST_COPY = 1 << 30
@@ -34,7 +33,7 @@ def bandwidth(size: int) -> float:
 
     Copies of the same size, since what fits a cache is faster than what does not.
     """
-    least = 1 << (20 if jax.default_backend() == "cpu" else 28)  # smaller ones would measure how fast calls are started
+    least = 1 << (20 if _on_cpu() else 28)  # smaller ones would measure how fast calls are started
     return _rate(_copy_rate, bucket(min(max(size, least), _LARGEST_COPY)))
 
 
@@ -48,6 +47,10 @@ def refresh() -> None:
     for name, before in list(_rates.items()):
         measure, argument = name
         _rates[name] = max(before, measure(argument))
+
+
+def _on_cpu() -> bool:
+    return backend_of(default_device()) == "cpu"
 
 
 _rates: dict[tuple[Callable[[Any], float], Any], float] = {}
@@ -78,36 +81,10 @@ def _product_rate(dtype: str) -> float:
         jax.block_until_ready(product(square))
         return 2 * n**3 / best_time(lambda: product(square), seconds=0.3)
 
-    return max(map(rate, (512, 1024, 2048) if jax.default_backend() == "cpu" else (4096, 8192)))
+    return max(map(rate, (512, 1024, 2048) if _on_cpu() else (4096, 8192)))
 
 
-def compulsory_bytes(shape: Shape, direction: str) -> int:
-    """Bytes that a call must move.
-
-    >>> compulsory_bytes(Shape(1, 8, 1, 4, 4), "forward")  # q, k, v and the output, 8 x 4 numbers of four bytes each
-    512
-    """
-    inputs = sum(array.size * array.dtype.itemsize for array in shape.abstract().values())
-    output = shape.batch * shape.time * shape.heads * shape.value_channels * jnp.dtype(shape.dtype).itemsize
-    return inputs + output if direction == "forward" else 2 * (inputs + output) + inputs
-
-
-def operations(shape: Shape, direction: str, linear: bool) -> int:
-    """Multiplications and additions that a call must do.
-
-    Linear: per token and head 4 K V forward (the state's update and its reading), 10 K V more backward (the states again, the
-    gradients of q, k, v, and the state's own). Softmax, causal: half of 2 T^2 (K + V) forward, 2.5 times that more backward.
-    """
-    rows = shape.batch * shape.heads * shape.time
-    if linear:
-        return rows * shape.key_channels * shape.value_channels * (4 if direction == "forward" else 14)
-    forward = rows * shape.time * (shape.key_channels + shape.value_channels)
-    return forward if direction == "forward" else forward * 7 // 2
-
-
-def floor(shape: Shape, direction: str, linear: bool) -> Floor:
-    """The least time of a call on this device, by measured rates."""
-    moved = compulsory_bytes(shape, direction)
-    by_bytes = moved / bandwidth(moved)
-    by_operations = operations(shape, direction, linear) / arithmetic(shape.dtype)
+def floor(moved: int, operations: int, dtype: str) -> Floor:
+    """The least time of a call that must move so many bytes and do so many operations, by measured rates."""
+    by_bytes, by_operations = moved / bandwidth(moved), operations / arithmetic(dtype)
     return Floor(max(by_bytes, by_operations), "bytes" if by_bytes >= by_operations else "operations")

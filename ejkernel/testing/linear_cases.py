@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels._linear.operations import lightning, lightning_decay, recurrent
+from ejkernel.kernels._linear.problem import LinearProblem
 from ejkernel.testing.compare import LINEAR_TOLERANCES
 from ejkernel.testing.linear_reference import linear_reference
 
@@ -93,6 +95,12 @@ class LinearCase:
         keep = {"g_gamma", "initial_state"} if dtype.itemsize < 4 else set()  # these stay in float32 in practice
         return {name: jnp.asarray(x, jnp.float32 if name in keep else dtype) for name, x in arrays.items()}, options
 
+    @property
+    def problem(self) -> LinearProblem:
+        """The call as an implementation sees it."""
+        arrays, options = self.arguments()
+        return recurrent(**arrays, **options)
+
     def weights(self) -> tuple[np.ndarray, np.ndarray]:
         """Random factors of output and final state in the loss whose gradients are compared."""
         rng = np.random.default_rng(self.seed + 1)
@@ -119,6 +127,28 @@ class LinearCase:
             wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
             found = _evaluate(lambda wide: reference(**wide, **options), wide, self.weights(), jit=True)
         return {name: np.asarray(x) for name, x in found.items()}
+
+
+LAYER = {"layer_idx": 1, "num_layers": 12}  # where lightning attention is verified and measured
+
+
+class LightningCase(LinearCase):
+    """One call of lightning attention, whose decay follows from the layer: it has no gates."""
+
+    def arguments(self) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        arrays, options = super().arguments()
+        return arrays, {**options, **LAYER}
+
+    @property
+    def problem(self) -> LinearProblem:
+        arrays, options = self.arguments()
+        return lightning(**arrays, **options)
+
+    def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = linear_reference) -> dict[str, np.ndarray]:
+        def of_the_layer(*, layer_idx: int, num_layers: int, **rest: Any) -> tuple[jax.Array, jax.Array]:
+            return reference(**rest, g_gamma=lightning_decay(self.heads, layer_idx, num_layers))
+
+        return super().expected(of_the_layer)
 
 
 def _evaluate(
@@ -182,5 +212,23 @@ CASES: list[LinearCase] = [
         for dtype in ("bfloat16", "float16")
         for g, kind in (((), "mild"), (("g",), "resets"), (("gk",), "mild"), (("gk",), "strong"), (("gk", "gv"), "infinite"))
     ),
+    *(
+        LinearCase(
+            f"bfloat16-{channels}-channels-{_label(g)}-{kind}", gates=g, gate_kind=kind, dtype="bfloat16", batch=1, time=70,
+            heads=2, kv_heads=1, key_channels=channels, value_channels=channels, initial_state=True,
+        )
+        for channels, g, kind in (
+            (64, ("g",), "resets"), (64, ("gk",), "strong"), (64, ("gk", "gv"), "strong"),
+            (128, ("g",), "strong"), (128, ("gk",), "resets"), (128, ("gk", "gv"), "everything"),
+        )
+    ),
     LinearCase("bfloat16-packed", gates=("g4",), dtype="bfloat16", lengths=(30, 3, 40), initial_state=True),
 ]  # fmt: skip
+# The shared calls without their gates, as far as they still differ.
+LIGHTNING_CASES: list[LightningCase] = list(
+    {
+        dataclasses.replace(bare, name=""): bare
+        for case in reversed(CASES)
+        for bare in [LightningCase(**vars(case) | {"gates": (), "gate_kind": "mild", "gates_per_kv_head": False})]
+    }.values()
+)[::-1]

@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._linear.random import gate
+
 GATES = ("g", "g4", "g_gamma", "gk", "gv")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _SIZES = re.compile(r"(\d+)x(\d+)x(\d+)(?:/(\d+))?x(\d+)(?:x(\d+))?")
@@ -66,7 +68,7 @@ class Shape:
         """The shape that a text means; `gates` and `dtype` where the text has none. ValueError says what is legal."""
         sizes, *rest = text.strip().split(":")
         dtypes, named = ([part for part in rest if (part in DTYPES) is is_dtype] for is_dtype in (True, False))
-        if wrong := [gate for part in named if part != "none" for gate in part.split("+") if gate not in GATES]:
+        if wrong := [one for part in named if part != "none" for one in part.split("+") if one not in GATES]:
             legal = f"gate must be one of {', '.join(GATES)}, and a dtype one of {', '.join(DTYPES)}"
             raise ValueError(f"{legal}; got {', '.join(map(repr, wrong))} in {text!r}.")
         found = _SIZES.fullmatch(sizes)
@@ -87,7 +89,7 @@ class Shape:
         """The shape of every array by the name of its argument."""
         rows = (self.batch, self.time)
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
-        gates = {
+        of_gates = {
             "g": (*rows, self.heads),
             "g4": (*rows, self.heads, self.key_channels),
             "g_gamma": (self.heads,),
@@ -98,24 +100,36 @@ class Shape:
             "query": (*rows, self.heads, self.key_channels),
             "key": (*rows, kv_heads, self.key_channels),
             "value": (*rows, kv_heads, self.value_channels),
-            **{"g" if gate == "g4" else gate: gates[gate] for gate in self.gates},
+            **{"g" if name == "g4" else name: of_gates[name] for name in self.gates},
         }
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Every array as its shape and dtype."""
         return {name: jax.ShapeDtypeStruct(size, self._dtype(name)) for name, size in self.sizes().items()}
 
-    def arrays(self) -> dict[str, jax.Array]:
-        """Normal q, k, v and mild gates."""
+    def output(self) -> jax.ShapeDtypeStruct:
+        """The output, `[B, T, H, V]`, as its shape and dtype."""
+        return jax.ShapeDtypeStruct((self.batch, self.time, self.heads, self.value_channels), jnp.dtype(self.dtype))
+
+    def arrays(self, strong_gates: bool = False) -> dict[str, jax.Array]:
+        """Normal q, k, v and weak gates.
+
+        Args:
+            strong_gates: some runs of tokens with strong gates and some with resets among the weak ones, as tuning draws them.
+        """
         keys = jax.random.split(jax.random.key(0), len(self.sizes()))
-        normal = {n: jax.random.normal(key, size) for key, (n, size) in zip(keys, self.sizes().items(), strict=True)}
-        mild = {n: jax.nn.log_sigmoid(x) / 16 if n.startswith("g") else x for n, x in normal.items()}
-        return {n: x.astype(self._dtype(n)) for n, x in mild.items()}
+        drawn = {}
+        for key, (name, size) in zip(keys, self.sizes().items(), strict=True):
+            if name in GATES:
+                time_axis = 1 if strong_gates and name != "g_gamma" else None
+                drawn[name] = gate(key, size, self._dtype(name), time_axis)
+            else:
+                drawn[name] = jax.random.normal(key, size).astype(self._dtype(name))
+        return drawn
 
     def cotangent(self) -> jax.Array:
         """A normal gradient of the output, `[B, T, H, V]`."""
-        shape = (self.batch, self.time, self.heads, self.value_channels)
-        return jax.random.normal(jax.random.key(5), shape).astype(self.dtype)
+        return jax.random.normal(jax.random.key(5), self.output().shape).astype(self.dtype)
 
     def _dtype(self, name: str) -> Any:
         small = jnp.dtype(self.dtype).itemsize < 4

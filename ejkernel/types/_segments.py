@@ -71,7 +71,7 @@ def mask_to_segment_ids(mask: Bool[Array, "B H Q K"]) -> tuple[Int[Array, "B Q"]
     first_key = jnp.where(plane.any(2), jnp.argmax(plane, 2), -1)  # [B, Q]: names the segment for now
     first_query = jnp.argmax(plane, 1)  # [B, K]
     kv_first_key = jnp.where(plane.any(1), jnp.take_along_axis(first_key, first_query, 1), -1)  # [B, K]
-    opens = kv_first_key == jnp.arange(kv_len)  # [B, K]: this key is the first of its segment
+    opens = kv_first_key == jnp.arange(kv_len, dtype=kv_first_key.dtype)[None]  # [B, K]: this key is the first of its segment
     number = jnp.cumsum(opens, 1, dtype=jnp.int32) - 1  # [B, K]
     q_ids, kv_ids = (
         jnp.where(name >= 0, jnp.take_along_axis(number, jnp.maximum(name, 0), 1), -1) for name in (first_key, kv_first_key)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ejkernel._numbers import as_array, as_int, checked_offsets, is_int, known_values
 from ejkernel.types._segments import (
     mask_to_segment_ids,
     segment_ids_to_mask,
@@ -35,6 +36,10 @@ __all__ = [
     "segment_ids_to_qkv_masks",
     "segment_positions",
 ]
+
+Number = int | Int[Array, ""]
+Offset = int | Int[Array, ""] | Int[Array, " B"]
+_FARTHEST = 2**30  # farther than any two positions, and added to one still an int32: sys.maxsize keeps everything
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,7 +68,7 @@ class MaskInfo:
     @classmethod
     def from_attention_mask(cls, mask: Bool[Array, " ..."]) -> MaskInfo:
         """From a mask, True = attend: `[B, 1|H, Q, K]`, `[B, Q, K]`, or key padding `[B, K]` (then Q = K)."""
-        mask = jnp.asarray(mask)
+        mask = as_array("mask", mask)
         if mask.ndim not in (2, 3, 4):
             raise ValueError(f"mask must be [B, K], [B, Q, K] or [B, 1|H, Q, K]; got shape {list(mask.shape)}.")
         if mask.dtype != bool and not jnp.issubdtype(mask.dtype, jnp.integer):
@@ -101,19 +106,18 @@ class MaskInfo:
         """One row of packed sequences: sequence n is tokens `cu_seqlens[n]` to `cu_seqlens[n+1]`; the rest is padding.
 
         Args:
+            cu_seqlens: offsets that start at 0, do not decrease and do not exceed `total`; traced ones are taken at their word.
             total: the length of the row; None takes `cu_seqlens[-1]`, which must then be known while tracing.
         """
-        cu_seqlens = jnp.asarray(cu_seqlens)
-        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-            raise ValueError(f"cu_seqlens must be integers [N+1]; got {cu_seqlens.dtype}{list(cu_seqlens.shape)}.")
-        if total is None:
-            if isinstance(cu_seqlens, jax.core.Tracer):
-                raise ValueError("total must be given when cu_seqlens is traced: shapes cannot depend on its values.")
-            total = int(cu_seqlens[-1])
+        array = as_array("cu_seqlens", cu_seqlens)
+        if array.ndim != 1 or array.shape[0] < 1 or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"cu_seqlens must be integers [N+1]; got {array.dtype}{list(array.shape)}.")
+        total = _checked_total(total, known_values(cu_seqlens, array))
+        array = array.astype(jnp.int32)
         index = jnp.arange(total, dtype=jnp.int32)
-        ids = jnp.searchsorted(cu_seqlens[1:], index, side="right").astype(jnp.int32)  # [total]
-        inside = index < cu_seqlens[-1]
-        starts = cu_seqlens[jnp.minimum(ids, cu_seqlens.shape[0] - 1)].astype(jnp.int32)
+        ids = jnp.searchsorted(array[1:], index, side="right").astype(jnp.int32)  # [total]
+        inside = index < array[-1]
+        starts = array[jnp.minimum(ids, array.shape[0] - 1)]
         return cls.from_segments(jnp.where(inside, ids, -1)[None], q_positions=jnp.where(inside, index - starts, 0)[None])
 
     @property
@@ -173,31 +177,45 @@ class MaskInfo:
     def compared_positions(self) -> tuple[Int[Array, "B Q"], Int[Array, "B K"]]:
         """What causality and windows compare: positions where ids or positions are held, otherwise indices."""
         if self.q_segment_ids is not None:
-            return self.get_or_compute_positions()
-        batch, _, q_len, kv_len = self.shape
-        index = [jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n)) for n in (q_len, kv_len)]
-        return (
-            index[0] if self.q_positions is None else self.q_positions,
-            index[1] if self.kv_positions is None else self.kv_positions,
-        )
+            q, k = self.get_or_compute_positions()
+        else:
+            batch, _, q_len, kv_len = self.shape
+            q, k = (jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n)) for n in (q_len, kv_len))
+            q = q if self.q_positions is None else self.q_positions
+            k = k if self.kv_positions is None else self.kv_positions
+        return _signed(q), _signed(k)
 
-    def apply_causal(self, offset: int | Int[Array, ""] = 0) -> MaskInfo:
-        """Keeps keys at `k <= q + offset` (positions)."""
-        q, k = self._position_planes(offset)
-        return self._restricted(k <= q)
+    def apply_causal(self, offset: Offset = 0) -> MaskInfo:
+        """Keeps keys at `k <= q + offset` (positions); `offset` is a number or `[B]`, one for each row, traced or not."""
+        return self._restricted(self._distances(offset) <= 0)
 
-    def apply_sliding_window(self, window: int | tuple[int, int], offset: int | Int[Array, ""] = 0) -> MaskInfo:
-        """Keeps keys at `q + offset - left <= k <= q + offset + right` (positions); an int w is `(w, w)`."""
-        left, right = as_window("window", window)
-        q, k = self._position_planes(offset)
-        return self._restricted((k >= q - left) & (k <= q + right))
+    def apply_sliding_window(self, window: Number | tuple[Number, Number], offset: Offset = 0) -> MaskInfo:
+        """Keeps keys at `q + offset - left <= k <= q + offset + right` (positions).
 
-    def apply_chunked(self, chunk_size: int, offset: int | Int[Array, ""] = 0) -> MaskInfo:
-        """Keeps keys in the query's chunk: `k // chunk_size == (q + offset) // chunk_size` (positions)."""
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1; got {chunk_size}.")
+        Args:
+            window: `(left, right)`, or a number w for `(w, w)`; traced or not.
+            offset: a number or `[B]`, one for each row; traced or not.
+        """
+        pair = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+        if len(pair) != 2:
+            raise TypeError(f"window must be an int or a pair of ints (left, right); got {window!r}.")
+        rule = "not be negative (0 keeps the query's own position)"
+        left, right = (_as_number("window", side, 0, rule) for side in pair)
+        distance = self._distances(offset)
+        return self._restricted((distance >= -left) & (distance <= right))
+
+    def apply_chunked(self, chunk_size: Number, offset: Offset = 0) -> MaskInfo:
+        """Keeps keys in the query's chunk: `k // chunk_size == (q + offset) // chunk_size` (positions).
+
+        Not causal by itself: add `apply_causal()`.
+
+        Args:
+            chunk_size: a number of at least 1, traced or not.
+            offset: a number or `[B]`, one for each row; traced or not.
+        """
+        size = _as_number("chunk_size", chunk_size, 1, "be at least 1")
         q, k = self._position_planes(offset)
-        return self._restricted(k // chunk_size == q // chunk_size)
+        return self._restricted(k // size == q // size)
 
     def apply_token_type_ids(
         self,
@@ -211,6 +229,8 @@ class MaskInfo:
             combine: "union" adds the pairs of equal nonzero type (0 is an ordinary token), never across segments and never
                 with padding where ids of segments are held; "intersection" keeps only the pairs of equal type.
         """
+        if isinstance(ids, tuple) and len(ids) != 2:
+            raise ValueError(f"ids must be [B, L] or a pair ([B, Q], [B, K]); got a tuple of {len(ids)}.")
         q, kv = ids if isinstance(ids, tuple) else (ids, ids)
         batch, _, q_len, kv_len = self.shape
         q = _as_ids("ids", q, (batch, q_len))[:, None, :, None]  # [B, 1, Q, 1]
@@ -226,10 +246,12 @@ class MaskInfo:
 
     def apply_kv_lengths(self, lengths: Int[Array, " B"]) -> MaskInfo:
         """Keeps the first `lengths[b]` keys of row b (by index): the filled part of a cache."""
-        lengths = jnp.asarray(lengths)
+        lengths = as_array("lengths", lengths)
         if lengths.shape != (self.batch_size,):
             raise ValueError(f"lengths must be [{self.batch_size}] (one per row); got shape {list(lengths.shape)}.")
-        filled = jnp.arange(self.kv_len) < lengths[:, None]  # [B, K]
+        if not jnp.issubdtype(lengths.dtype, jnp.integer):
+            raise TypeError(f"lengths must be integers; got {lengths.dtype}.")
+        filled = jnp.arange(self.kv_len, dtype=jnp.int32)[None] < lengths[:, None].astype(jnp.int32)  # [B, K]
         if self.attention_mask is not None:
             return self._restricted(filled[:, None, None, :])
         return self.replace(kv_segment_ids=jnp.where(filled, self._held_segment_ids()[1], -1))
@@ -239,10 +261,10 @@ class MaskInfo:
         return dataclasses.replace(self, **fields)
 
     def __and__(self, other: MaskInfo) -> MaskInfo:
-        return self._restricted(other.get_or_compute_attention_mask())
+        return self._restricted(self._mask_of(other))
 
     def __or__(self, other: MaskInfo) -> MaskInfo:
-        return self._redrawn(self.get_or_compute_attention_mask() | other.get_or_compute_attention_mask())
+        return self._redrawn(self.get_or_compute_attention_mask() | self._mask_of(other))
 
     def __invert__(self) -> MaskInfo:
         return self._redrawn(~self.get_or_compute_attention_mask())
@@ -269,9 +291,23 @@ class MaskInfo:
             )
         return self.q_segment_ids, self.kv_segment_ids
 
-    def _position_planes(self, offset: int | Int[Array, ""]) -> tuple[Int[Array, "B 1 Q 1"], Int[Array, "B 1 1 K"]]:
-        q, k = self.compared_positions()
-        return q[:, None, :, None] + offset, k[:, None, None, :]
+    def _mask_of(self, other: MaskInfo) -> Bool[Array, "B H Q K"]:
+        """Another's mask, if it is over the same queries and keys."""
+        mine, its = self.shape, other.shape
+        if mine[2:] != its[2:] or any(1 not in (a, b) and a != b for a, b in zip(mine[:2], its[:2], strict=True)):
+            raise ValueError(f"masks that are combined must have one shape (or batch or heads of 1); got {mine} and {its}.")
+        return other.get_or_compute_attention_mask()
+
+    def _position_planes(self, offset: Offset) -> tuple[Int[Array, "B 1 Q 1"], Int[Array, "B 1 1 K"]]:
+        """Positions of queries, moved by `offset`, and of keys."""
+        widest = jax.dtypes.canonicalize_dtype(np.int64)
+        q, k = (positions.astype(widest) for positions in self.compared_positions())
+        return q[:, None, :, None] + _as_offset(offset, self.batch_size).astype(widest), k[:, None, None, :]
+
+    def _distances(self, offset: Offset) -> Int[Array, "B 1 Q K"]:
+        """How far keys are ahead of their queries."""
+        q, k = self._position_planes(offset)
+        return k - q
 
     def _restricted(self, keep: Bool[Array, "B H Q K"]) -> MaskInfo:
         return self.replace(attention_mask=self.get_or_compute_attention_mask() & keep)
@@ -287,15 +323,57 @@ jax.tree_util.register_dataclass(MaskInfo, data_fields=[field.name for field in 
 def as_window(argument: str, window: int | tuple[int, int]) -> tuple[int, int]:
     """`(left, right)` from an int w, which is `(w, w)`, or a pair; TypeError or ValueError naming `argument`."""
     pair = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
-    if len(pair) != 2 or not all(isinstance(side, (int, np.integer)) and not isinstance(side, bool) for side in pair):
+    if len(pair) != 2 or not all(map(is_int, pair)):
         raise TypeError(f"{argument} must be an int or a pair of ints (left, right); got {window!r}.")
     if min(pair) < 0:
         raise ValueError(f"{argument} must not be negative (0 keeps the query's own position); got {window!r}.")
-    return int(pair[0]), int(pair[1])
+    return min(int(pair[0]), _FARTHEST), min(int(pair[1]), _FARTHEST)
+
+
+def _signed(positions: Int[Array, "B L"]) -> Int[Array, "B L"]:
+    """Positions in a dtype in which differences are right: they are negative, and larger than 8 bits hold."""
+    return positions if positions.dtype in (jnp.int32, jnp.int64) else positions.astype(jnp.int32)
+
+
+def _as_number(argument: str, value: Any, least: int, rule: str) -> Int[Array, ""] | int:
+    """A known integer within int32, or a traced scalar, which is taken at its word."""
+    if is_int(value):
+        number = min(as_int(argument, value), _FARTHEST)
+        if number < least:
+            raise ValueError(f"{argument} must {rule}; got {number}.")
+        return number
+    if isinstance(value, jax.core.Tracer) and value.shape == () and jnp.issubdtype(value.dtype, jnp.integer):
+        return value.astype(jnp.int32)
+    came = f"{value.dtype}{list(value.shape)}" if isinstance(value, (jax.Array, np.ndarray)) else repr(value)
+    raise TypeError(f"{argument} must be an int or an integer scalar; got {came}.")
+
+
+def _as_offset(offset: Offset, batch: int) -> Int[Array, " ..."]:
+    """An offset as it is added to `[B, 1, Q, 1]`: a scalar, or `[B, 1, 1, 1]`."""
+    array = as_array("offset", offset)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"offset must be an int or integers [{batch}] (one per row); got {array.dtype}.")
+    if array.shape not in ((), (batch,)):
+        raise ValueError(f"offset must be a number or [{batch}] (one per row); got shape {list(array.shape)}.")
+    return array.reshape(array.shape + (1,) * 3) if array.ndim else array
+
+
+def _checked_total(total: Any, offsets: np.ndarray | None) -> int:
+    """The length of a packed row, with its offsets checked against it where they are known."""
+    if offsets is not None:
+        checked_offsets("cu_seqlens", offsets)
+    if total is None:
+        if offsets is None:
+            raise ValueError("total must be given when cu_seqlens is traced: shapes cannot depend on its values.")
+        return int(offsets[-1])
+    total = as_int("total", total, least=0)
+    if offsets is not None and offsets[-1] > total:
+        raise ValueError(f"cu_seqlens must not exceed total, {total}; got {offsets[-1]} last.")
+    return total
 
 
 def _as_ids(argument: str, ids: Any, shape: tuple[int, ...] | None = None) -> Int[Array, "B L"]:
-    ids = jnp.asarray(ids)
+    ids = as_array(argument, ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{argument} must be integers; got {ids.dtype}.")
     if ids.ndim != 2:

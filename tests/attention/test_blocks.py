@@ -113,17 +113,17 @@ def test_memory_is_linear_in_the_length():
 
 def test_heuristic_takes_blocks_for_long_calls_and_even_ones():
     long = jax.eval_shape(lambda: AttentionProblem.from_arguments(*(jnp.ones((1, 4100, 8, 64)) for _ in range(3))))
-    cfg = xla_attention.heuristic(long)
+    cfg = xla_attention.implementation.heuristic(long)
     assert cfg.schedule == "blockwise"
     assert -(-4100 // cfg.block_q) * cfg.block_q - 4100 < 100
-    assert xla_attention.heuristic(problem()).schedule == "direct"
+    assert xla_attention.implementation.heuristic(problem()).schedule == "direct"
     few = jax.ShapeDtypeStruct((1, 64, 8, 64), jnp.float32)
-    wide = xla_attention.heuristic(dataclasses.replace(long, query=few))
+    wide = xla_attention.implementation.heuristic(dataclasses.replace(long, query=few))
     assert wide.block_q == 64
     assert wide.block_k > cfg.block_k
     windowed = dataclasses.replace(long, left=100, right=0)
-    assert xla_attention.heuristic(windowed).block_k <= 128
-    candidates = xla_attention.candidates(long)
+    assert xla_attention.implementation.heuristic(windowed).block_k <= 128
+    candidates = xla_attention.implementation.candidates(long)
     assert candidates[0] == cfg
     assert len(set(candidates)) == len(candidates) > 3
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
+from ejkernel._device import Device, on_device
 from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.kernels._attention.packing import Packing
 from ejkernel.kernels._cuda import attention as cuda_attention
@@ -25,6 +26,8 @@ PACKED = np.array([[0] * 20 + [1] * 24 + [-1] * 20, [3] * 64], np.int32)
 def _cudnn_is_there(monkeypatch):
     """Lowering asks for cuDNN's version, which a machine without a GPU does not have."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    with on_device(Device("gpu", "NVIDIA A100", 80)):
+        yield
 
 
 def arrays(q_len: int = T, kv_len: int = T, channels: int = D, dtype=jnp.bfloat16, value_channels: int | None = None):

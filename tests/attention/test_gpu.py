@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels._attention import AttentionProblem
+from ejkernel._device import device_of
 from ejkernel.kernels._cuda import attention as cuda_attention
-from ejkernel.kernels._registry import Backend, current_backend
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations.attention import Attention, attention
 from ejkernel.testing.attention_cases import AttentionCase
@@ -20,7 +19,7 @@ from ejkernel.types.mask import MaskInfo
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(current_backend() is not Backend.GPU, reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(device_of(()).backend != "gpu", reason="needs an NVIDIA GPU"),
 ]
 
 Case = functools.partial(AttentionCase, dtype="bfloat16", q_len=96, kv_len=96, channels=64, value_channels=64)
@@ -74,13 +73,11 @@ def test_traced_segments():
 
 def test_auto_takes_cudnn_where_it_covers_the_call():
     q = jnp.ones((1, 256, 4, 64), jnp.bfloat16)
-    covered = AttentionProblem.from_arguments(q, q, q, causal=True)
-    assert default_executor().choose(Attention(), covered).config.platform == "cuda"
-    one_query = AttentionProblem.from_arguments(q[:, :1], q, q)
-    assert default_executor().choose(Attention(), one_query).config.platform == "xla"  # faster there
+    chosen = lambda *args, **options: default_executor().choose(Attention(), *args, **options).config
+    assert chosen(q, q, q, causal=True).platform == "cuda"
+    assert chosen(q[:, :1], q, q).platform == "xla"  # faster there
     for options in ({"logits_soft_cap": 3.0}, {"dtype": jnp.float32}):
-        other = AttentionProblem.from_arguments(q, q, q, causal=True, **options)
-        assert default_executor().choose(Attention(), other).config.platform == "xla"
+        assert chosen(q, q, q, causal=True, **options).platform == "xla"
         output = attention(q, q, q, causal=True, return_weights=False, **options)
         np.testing.assert_allclose(output.astype(jnp.float32), 1, rtol=1e-2)
     with pytest.raises(ValueError, match="float16 and bfloat16"):
@@ -97,8 +94,7 @@ def test_vmap_over_all_operands():
 
 def test_long_blockwise_on_xla():
     q, k, v = (jax.random.normal(jax.random.key(n), (1, 3000, 4, 64), jnp.float32) for n in range(3))
-    problem = AttentionProblem.from_arguments(q, k, v, causal=True, dtype=None)
-    assert default_executor().choose(Attention(), problem).config.schedule == "blockwise"
+    assert default_executor().choose(Attention(), q, k, v, causal=True, dtype=None).config.schedule == "blockwise"
     got = attention(q, k, v, causal=True, dtype=None, return_weights=False)
     want = jax.nn.dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)), is_causal=True)
     assert relative_rms(np.asarray(got), np.asarray(want)) < 2e-3  # the other side computes in TF32

@@ -8,19 +8,15 @@ import numpy as np
 import pytest
 
 from ejkernel import kernel_registry
+from ejkernel._device import device_of
 from ejkernel.kernels import _xla
-from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
-from ejkernel.kernels._registry import Backend, current_backend
+from ejkernel.kernels._attention import AttentionConfig
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations.attention import Attention, attention
 from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Invocation, Tuner
 
 q = jax.random.normal(jax.random.key(0), (1, 32, 2, 8))
-on_cpu = pytest.mark.skipif(current_backend() is not Backend.CPU, reason="says what happens without a GPU")
-
-
-def problem_of(x=q, **options) -> AttentionProblem:
-    return AttentionProblem.from_arguments(x, x, x, dtype=None, **options)
+on_cpu = pytest.mark.skipif(device_of(()).backend != "cpu", reason="says what happens without a GPU")
 
 
 @pytest.mark.parametrize("platform", [None, "auto", "xla"])
@@ -36,10 +32,10 @@ def test_a_named_platform_runs_or_says_why():
 
 
 def test_the_heuristic_answers_and_an_explicit_config_wins():
-    choice = default_executor().choose(Attention(), problem_of(), platform="xla")
+    choice = default_executor().choose(Attention(), q, q, q, dtype=None, platform="xla")
     assert (str(choice.level), choice.config) == ("heuristics", AttentionConfig("direct", platform="xla"))
     cfg = AttentionConfig(block_q=8, block_k=4)
-    assert default_executor().choose(Attention(), problem_of(), platform="xla", _cfg=cfg).config == cfg
+    assert default_executor().choose(Attention(), q, q, q, dtype=None, platform="xla", _cfg=cfg).config == cfg
     program = str(jax.make_jaxpr(lambda q: attention(q, q, q, dtype=None, cfg=cfg)[0])(q))
     assert "8,4]" in program  # a tile of 8 queries by 4 keys
 
@@ -57,21 +53,30 @@ def test_candidates_are_tuned_and_checked():
     chain = ConfigSelectorChain(ConfigCache(), AutotunePolicy(True, "autotune", validate_backward=True), Tuner(1, 1))
     x = jnp.ones((1, 300, 2, 8))
     choice = Executor(chain).choose(
-        Attention(), problem_of(x, causal=True, attention_mask=jnp.ones((1, 300), bool), return_weights=False), platform="xla"
+        Attention(),
+        x,
+        x,
+        x,
+        dtype=None,
+        causal=True,
+        attention_mask=jnp.ones((1, 300), bool),
+        return_weights=False,
+        platform="xla",
     )
     assert str(choice.level) == "autotune"
     assert choice.config.platform == "xla"
 
 
 def test_stored_configs_are_checked_before_use():
-    inv = Invocation.of(Attention(), problem_of(), platform="xla")
+    inv = Invocation.of(Attention(), q, q, q, dtype=None, platform="xla")
     assert Attention().check_cfg(inv, AttentionConfig("direct", platform="xla")) is None
     assert "fused" in Attention().check_cfg(inv, AttentionConfig("fused"))
 
 
 def test_calls_of_similar_length_share_a_key():
     def key(length, **options):
-        return Invocation.of(Attention(), problem_of(jnp.ones((1, length, 2, 8)), **options), platform=None).key
+        x = jnp.ones((1, length, 2, 8))
+        return Invocation.of(Attention(), x, x, x, **options).key
 
     assert key(900) == key(1000)
     assert key(900) != key(2000)

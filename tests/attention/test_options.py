@@ -311,7 +311,22 @@ class TestDropout:
         ({"softmax_aux": jnp.ones((3, 2))}, ValueError, "softmax_aux must be"),
         ({"softmax_aux": jnp.ones((2,), int)}, TypeError, "softmax_aux must be floating point"),
         ({"softmax_scale": jnp.ones((2,))}, ValueError, "softmax_scale must be a number"),
+        ({"softmax_scale": "a"}, TypeError, "softmax_scale must be a number; got 'a'"),
+        ({"softmax_scale": [1, [2, 3]]}, TypeError, "softmax_scale must be a number"),
         ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must be positive"),
+        ({"logits_soft_cap": "a"}, TypeError, "logits_soft_cap must be a number; got 'a'"),
+        ({"dtype": "junk"}, TypeError, "dtype must be a dtype, .* got 'junk'"),
+        ({"softmax_dtype": "junk"}, TypeError, "softmax_dtype must be a dtype, .* got 'junk'"),
+        ({"query": [1, [2, 3]]}, TypeError, r"query must be an array; got \[1, \[2, 3\]\]"),
+        ({"bias": "a"}, TypeError, "bias must be an array; got 'a'"),
+        ({"attention_mask": "a"}, TypeError, "attention_mask must be an array; got 'a'"),
+        ({"softmax_aux": "a"}, TypeError, "softmax_aux must be an array; got 'a'"),
+        ({"init_bias": 3}, TypeError, "init_bias must be a function"),
+        ({"causal": "no"}, TypeError, "causal must be True or False"),
+        ({"deterministic": "no"}, TypeError, "deterministic must be True or False"),
+        ({"return_weights": "no"}, TypeError, "return_weights must be True or False"),
+        ({"dropout_prob": "a"}, TypeError, "dropout_prob must be a number; got 'a'"),
+        ({"dropout_prob": 0.5, "deterministic": False, "dropout_rng": 3}, TypeError, "dropout_rng must be one key, .* got 3"),
         ({"dtype": jnp.int32}, TypeError, "dtype must be None or one of"),
         ({"softmax_dtype": jnp.int32}, TypeError, "softmax_dtype must be"),
         ({"dropout_prob": 1.0, "deterministic": False}, ValueError, "dropout_prob must be"),
@@ -319,7 +334,7 @@ class TestDropout:
         ({"sliding_window": (1, 2, 3)}, TypeError, "sliding_window must be an int or a pair"),
         ({"sliding_window": 1.5}, TypeError, "sliding_window must be an int or a pair"),
         ({"platform": "abacus"}, ValueError, "platform must be one of"),
-        ({"cfg": {"block_q": 4}}, TypeError, "cfg must be an AttentionConfig"),
+        ({"cfg": {"block_q": 4}}, TypeError, "cfg must be a frozen dataclass"),
     ],
 )
 def test_errors_name_the_argument(options, error, message):
@@ -341,3 +356,24 @@ def test_errors_name_the_argument(options, error, message):
 def test_config_refuses(fields, message):
     with pytest.raises(ValueError, match=message):
         AttentionConfig(**fields)
+
+
+def test_numpy_integers_are_integers():
+    q, k, v = arrays()
+    config = AttentionConfig(block_q=np.int64(4), block_k=np.int8(4))
+    assert (config, type(config.block_q)) == (BLOCKWISE, int)
+    call = lambda window: attention(q, k, v, sliding_window=window, dtype=None, cfg=DIRECT, return_weights=False)
+    np.testing.assert_array_equal(call((np.int8(2), np.uint64(3))), call((2, 3)))
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**40])
+def test_a_window_beyond_every_position_keeps_everything(window):
+    q, k, v = arrays(T, T)
+    info = MaskInfo.from_segments(jnp.zeros((B, T), int), q_positions=jnp.arange(T)[None].repeat(B, 0) + 3)
+    call = jax.jit(
+        lambda info, window: attention(
+            q, k, v, mask_info=info, sliding_window=window, dtype=None, cfg=BLOCKWISE, return_weights=False
+        ),
+        static_argnums=1,
+    )
+    np.testing.assert_array_equal(call(info, window), call(info, 100))

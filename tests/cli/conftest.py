@@ -58,7 +58,7 @@ def _alone():
 def entry(tmp_path) -> Callable[..., str]:
     """Stores an entry in the test's cache and gives its key."""
 
-    def put(op_id: str = "recurrent_gla", number: int = 1, time: str = "2026-01-01T00:00:00+00:00") -> str:
+    def put(op_id: str = "gla", number: int = 1, time: str = "2026-01-01T00:00:00+00:00") -> str:
         key = KEY % (op_id, number)
         slow = {"config": {"block_q": 16}, "seconds": 4e-3}
         bad = {"config": {"block_q": 99}, "reason": "out of memory: it was too large"}

@@ -10,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel.cli import _contenders, _measure
-from ejkernel.cli._accuracy import TOKENS, Judge
-from ejkernel.cli._operations import OPERATIONS
-from ejkernel.testing import floors
+from ejkernel._device import backend_of, default_device
+from ejkernel.cli import _measure
+from ejkernel.kernels._linear import record as linear_record
+from ejkernel.testing import flash_linear, floors
 from ejkernel.testing.hand_written import scan_attention
+from ejkernel.testing.judge import TOKENS
 from ejkernel.testing.linear_reference import linear_reference
+from ejkernel.testing.record import find
 from ejkernel.testing.shapes import Shape
 from ejkernel.testing.timing import best_time, directed
 
@@ -54,6 +56,8 @@ def test_time_error_and_floor_beside_each_other(run):
         assert 0 < row["output_error"] < 2e-6
         assert (row["gradient_error"] is None) == (direction == "forward")
     assert "schedule=" in rows["ejkernel", "forward"]["config"]
+    assert "chunks of 16" in rows["ejkernel", "forward"]["route"]
+    assert rows["scan", "forward"]["route"] == ""
     assert found["about"]["environment"]["jax"] == jax.__version__
 
 
@@ -63,8 +67,31 @@ def test_attention_against_jax_nn_as_a_table(run):
         assert word in shown.out
 
 
+def test_calls_without_gates_have_the_floor_of_such_calls(run):
+    """Also an operation that has gates when none are named."""
+    asked = ("bench", "--op", "gla", "--direction", "forward", "--no-error", "--compare", "none", *FAST, "--json")
+    (bare,) = run(*asked, "--shapes", "1x4x1x4:none", code=0).json["measurements"]
+    (gated,) = run(*asked, "--shapes", "1x4x1x4", code=0).json["measurements"]
+    assert (bare["floor_seconds"], gated["floor_seconds"]) == (256 / 1e10, 320 / 1e10)
+
+
+def test_strong_gates_are_among_the_weak_ones(run):
+    shape = Shape(1, 64 * 64, 1, 1, 1, ("g", "gk", "g_gamma"))
+    weak, strong = shape.arrays(), shape.arrays(strong_gates=True)
+    assert min(float(weak[name].min()) for name in ("g", "gk", "g_gamma")) > -1
+    for name in ("g", "gk"):
+        assert float(strong[name].min()) == -1e4
+        assert 0.5 < float((strong[name] > -1).mean()) < 1
+        assert bool(((strong[name] < -1) & (strong[name] > -1e3)).any())
+    assert float(strong["g_gamma"].min()) > -1
+    asked = ("bench", "--op", "gla", "--shapes", "1x70x1x4", "--direction", "forward", "--strong-gates", *FAST, "--json")
+    found = run(*asked, code=0).json
+    assert "reset" in found["about"]["gates"]
+    assert all(0 < one["output_error"] < 2e-6 for one in found["measurements"])
+
+
 def test_a_rival_that_is_not_here_says_why(run):
-    if _contenders.flash_linear.missing() is None:
+    if flash_linear.missing() is None:
         pytest.skip("flash-linear-attention runs here")
     asked = ("bench", "--op", "recurrent", "--shapes", "1x4x1x4", "--direction", "forward", "--no-error", *FAST)
     assert "fla did not run (recurrent_attention):" in run(*asked, "--compare", "fla", code=0).words
@@ -72,10 +99,10 @@ def test_a_rival_that_is_not_here_says_why(run):
 
 
 def test_a_platform_that_is_not_here_is_a_failure(run):
-    if jax.default_backend() != "cpu":
+    if backend_of(default_device()) != "cpu":
         pytest.skip("there it is available")
     asked = ("bench", "--op", "attention", "--shapes", "1x4x1x4", "--direction", "forward", "--compare", "none", *FAST)
-    assert "this process computes on cpu" in run(*asked, "--platform", "cuda", code=1).words
+    assert "this call computes on a cpu" in run(*asked, "--platform", "cuda", code=1).words
 
 
 def test_ours_on_several_platforms(run):
@@ -89,20 +116,20 @@ def test_one_that_raises_does_not_take_the_others_with_it(run, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(_contenders, "scan_attention", broken)
+    monkeypatch.setattr(linear_record, "scan_attention", broken)
     found = run("bench", "--op", "gla_attention", "--shapes", "1x4x1x4", "--direction", "forward", *FAST, "--json", code=0).json
     ours, scan = found["measurements"]
     assert ours["seconds"] is not None
     assert (scan["seconds"], scan["reason"]) == (None, "RuntimeError: out of memory")
 
 
-@pytest.mark.parametrize("name", [op.name for op in OPERATIONS])
+@pytest.mark.parametrize("name", ["recurrent_attention", "gla_attention", "lightning_attention", "attention"])
 def test_errors_of_a_part_are_those_of_the_call(name):
     """Longer than the part that is compared, so that the state (or the keys) before it counts, with grouped heads."""
-    op = next(op for op in OPERATIONS if op.name == name)
+    op = find(name)
     shape = Shape(2, TOKENS + 40, 4, 8, 6, op.gates, kv_heads=2)
-    arrays, cotangent = shape.arrays(), shape.cotangent()
-    judge = Judge(op, shape, arrays, cotangent, gradients=True)
+    arrays, cotangent = op.arrays(shape), op.cotangent(shape)
+    judge = op.judge(shape, arrays, cotangent, gradients=True)
     output, gradients = jax.jit(directed(op.function, "forward+backward"))(arrays, judge.cotangent)
     named = {name: np.asarray(x) for name, x in gradients.items()}
     error, worst = judge.errors(np.asarray(output), named)
@@ -138,12 +165,18 @@ def test_rates_are_measured_and_only_grow(monkeypatch):
 
 
 def test_the_floor_is_the_larger_of_bytes_and_operations():
-    narrow, wide = Shape(1, 64, 1, 8, 8), Shape(1, 64, 1, 512, 512)
-    assert floors.floor(narrow, "forward", linear=True).bound == "bytes"
-    assert floors.floor(wide, "forward", linear=True).bound == "operations"
-    assert floors.floor(wide, "forward+backward", True).seconds == pytest.approx(
-        14 / 4 * floors.floor(wide, "forward", True).seconds
-    )
+    op, narrow, wide = find("recurrent"), Shape(1, 64, 1, 8, 8), Shape(1, 64, 1, 512, 512)
+    assert op.floor(narrow, "forward").bound == "bytes"
+    assert op.floor(wide, "forward").bound == "operations"
+    assert op.floor(wide, "forward+backward").seconds == pytest.approx(14 / 4 * op.floor(wide, "forward").seconds)
+
+
+def test_bytes_and_operations_of_a_call():
+    small = Shape(1, 8, 1, 4, 4)  # q, k, v and the output have 8 x 4 numbers of four bytes each
+    for name, forward, backward in (("recurrent", 8 * 4 * 4 * 4, 8 * 4 * 4 * 14), ("attention", 8 * 8 * 8, 8 * 8 * 8 * 7 // 2)):
+        op = find(name)
+        assert (op.compulsory_bytes(small, "forward"), op.compulsory_bytes(small, "forward+backward")) == (512, 1024 + 384)
+        assert (op.operations(small, "forward"), op.operations(small, "forward+backward")) == (forward, backward)
 
 
 def test_long_calls_are_timed_twice_and_short_ones_often():
@@ -206,12 +239,17 @@ def test_a_damaged_file_is_refused(run, tmp_path, content):
         (("--shapes", "1x4x1x4:float64", "--op", "attention"), "float64 needs 64-bit numbers"),
         (("--lengths", "1,x"), "--lengths must be positive whole numbers"),
         (("--direction", "sideways"), "--direction must be forward, forward+backward or both"),
-        (("--compare", "numpy"), "--compare must be of scan, fla, jax.nn, cudnn, or none"),
+        (("--compare", "numpy", "--op", "gla"), "--compare must be of scan, fla for gla_attention, or none alone; got 'numpy'"),
         (("--gates", "gq"), "--gates must be of"),
         (("--plot", "picture.txt"), "--plot must name a .png, .svg or .pdf file"),
         (("--compare", "scan,none"), "or none alone; got 'none'"),
-        (("--compare", "scan", "--op", "attention"), "--compare must be of jax.nn, cudnn for attention; got scan"),
+        (
+            ("--compare", "scan", "--op", "attention"),
+            "--compare must be of jax.nn, cudnn for attention, or none alone; got 'scan'",
+        ),
         (("--gates", "gk", "--op", "attention"), "--gates does not go together with attention, which takes no gates"),
+        (("--strong-gates", "--op", "attention"), "--strong-gates does not go together with attention, which takes no gates"),
+        (("--gates", "gv", "--op", "gla"), "--gates must be of g, g4, g_gamma, or none; got 'gv'"),
         (("--from", "x.json", "--op", "attention"), "does not go together with --op."),
         (("--from", "x.json", "--no-error", "--seconds", "2", "--gates", "g"), "together with --gates, --seconds, --no-error."),
         (("--from", "no_such_file.json"), "cannot be read"),

@@ -30,12 +30,14 @@ def test_list_has_level_configuration_time_and_gain(run, entry):
 
 
 def test_list_by_operation(run, entry):
-    entry("recurrent_gla")
+    entry("gla")
     entry("attention")
     entry("my_own_kernel")
-    assert [one["operation"] for one in stored(run, "--op", "gla_attention")] == ["gla_attention"]
+    entry("recurrent_gla", 2)  # stored under the operation's other name
+    for name in ("gla_attention", "gla", "recurrent_gla"):
+        assert [one["operation"] for one in stored(run, "--op", name)] == ["gla_attention"] * 2
     assert [one["operation"] for one in stored(run, "--op", "my_own_kernel,attention")] == ["attention", "my_own_kernel"]
-    assert "--op must be one of attention, gla_attention" in run("cache", "list", "--op", "nothing", code=2).words
+    assert "--op must be one of attention, " in run("cache", "list", "--op", "nothing", code=2).words
 
 
 def test_show_has_losers_and_reasons(run, entry):
@@ -57,7 +59,7 @@ def test_a_recorded_run_is_listed_with_the_level_of_each_choice(run, tmp_path):
     q = jax.numpy.ones((1, 5, 1, 4))
     gla_attention(q, q, q)
     gla_attention(q, q, q, cfg=GLAttentionConfig("chunked", 8))
-    with ops.overlay(recurrent_gla=GLAttentionConfig("recurrent", 4)):
+    with ops.overlay(gla=GLAttentionConfig("recurrent", 4)):
         gla_attention(q, q, q)
     file = ops.report().save(tmp_path / "run.json")
     entries = run("cache", "list", "--recorded", file, "--json", code=0).json["entries"]
@@ -65,14 +67,78 @@ def test_a_recorded_run_is_listed_with_the_level_of_each_choice(run, tmp_path):
     assert all(one["usable_here"] for one in entries)
     shown = run("cache", "list", "--recorded", file, code=0)
     assert "chunked block_q=8" in shown.words
-    assert "level overlay" in run("cache", "show", "--recorded", file, code=0).words
+    shown = run("cache", "show", "--recorded", file, code=0)
+    assert "level overlay" in shown.words
+    assert [one["route"] for one in entries] == [chosen.route for chosen in ops.report()]
+    assert f"route {entries[1]['route']}" in shown.words
     for command in ("list", "show"):
         refused = run("cache", command, "--recorded", file, "--cache-dir", tmp_path, code=2)
         assert "does not go together with --cache-dir" in refused.words
 
 
+ODD = {
+    "no JSON": "{",
+    "another key": {"key": "a key"},
+    "a key of another kind": {"key": "[1]"},
+    "an operation of another kind": {"key": '{"op":3}'},
+    "arrays of another kind": {"key": '{"op":"attention","arrays":{"x":3}}'},
+    "static values of another kind": {"key": '{"op":"attention","static":[1]}'},
+    "an environment of another kind": {"key": '{"op":"attention","environment":{"device":[1]}}'},
+    "a record of another kind": {"record": [1]},
+    "a time of another kind": {"record": {"seconds": "fast"}},
+    "a date of another kind": {"record": {"time": 3}},
+    "candidates of another kind": {"record": {"candidates": [3]}},
+    "a candidate without a time": {"record": {"candidates": [{"config": {}}]}},
+}
+
+
+@pytest.mark.filterwarnings("ignore::ejkernel.ops.ConfigWarning")
+@pytest.mark.parametrize("odd", ODD)
+def test_an_unreadable_entry_is_shown_as_such_and_ends_nothing(run, entry, odd):
+    entry("attention", 1)
+    good = {"format": 1, "key": '{"op":"attention"}', "config": {"block_q": 64}, "record": {}}
+    file = PersistentCache("attention").folder / "0dd0dd0dd0.json"
+    file.write_text(ODD[odd] if isinstance(ODD[odd], str) else json.dumps({**good, **ODD[odd]}))
+    listed = {one["id"]: one["unreadable"] for one in stored(run)}
+    assert listed.pop("0dd0dd0dd0")
+    assert list(listed.values()) == [None]
+    shown = run("cache", "list", "--all", code=0)
+    assert "2 tuned calls, 1 of them unreadable" in shown.words
+    assert "unreadable: " in run("cache", "show", "--all", code=0).words
+    assert len(json.loads(run("cache", "export", code=0).out)["entries"]) == 1
+    assert run("doctor", "--json").json["cache"]["unreadable"] == 1
+    assert run("cache", "clear", "0dd0", "--yes", "--json", code=0).json["removed"] == ["0dd0dd0dd0"]
+    assert not file.exists()
+
+
+def test_a_recorded_choice_that_is_unreadable_is_shown_as_such(run, tmp_path):
+    choice = {"key": "a key", "level": "disk", "config": {}, "record": {"seconds": "fast"}}
+    (tmp_path / "run.json").write_text(json.dumps({"format": 1, "kind": "ejkernel choices", "choices": [choice]}))
+    for command in ("list", "show"):
+        assert "its key is not JSON" in run("cache", command, "--recorded", tmp_path / "run.json", code=0).words
+
+
+def test_folders_that_are_no_operations_are_passed_over(run, entry):
+    entry("attention")
+    for name in (".hidden", "a b"):
+        (PersistentCache("attention").folder.parent / name).mkdir()
+    assert len(stored(run)) == 1
+    run("cache", "export", code=0)
+
+
+def test_a_folder_in_nobodys_home_is_said(run, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", "~nosuchuser/x")
+    assert "'~nosuchuser/x' is under a home that this machine does not have" in run("cache", "list", code=2).words
+    assert "~nosuchuser/x' is under a home" in run("doctor", code=0).words
+
+
+def test_nested_configurations_are_exported(run):
+    PersistentCache("own").put('{"op":"own"}', {"tiles": {"rows": 4}})
+    assert json.loads(run("cache", "export", code=0).out)["entries"][0]["config"] == {"tiles": {"rows": 4}}
+
+
 def test_export_and_import_carry_everything(run, entry, tmp_path):
-    keys = [entry("recurrent_gla", 1), entry("attention", 2), entry("my_own_kernel", 3)]
+    keys = [entry("gla", 1), entry("attention", 2), entry("my_own_kernel", 3)]
     file, other = tmp_path / "deep" / "tuned.json", tmp_path / "other"
     assert "3 tuned calls written" in run("cache", "export", file, code=0).words
     assert run("cache", "import", file, "--cache-dir", other, "--json", code=0).json["imported"] == 3
@@ -84,7 +150,7 @@ def test_export_and_import_carry_everything(run, entry, tmp_path):
 
 def test_export_to_standard_output_is_what_import_reads(run, entry, tmp_path):
     entry("attention")
-    entry("recurrent_gla")
+    entry("gla")
     text = run("cache", "export", "--op", "attention", code=0).out
     assert [one["config"] for one in json.loads(text)["entries"]] == [{"block_q": 64}]
     found = run("cache", "import", "-", "--cache-dir", tmp_path / "other", "--json", code=0, input=text).json
@@ -96,7 +162,7 @@ def test_the_newer_of_two_stays(run, entry, tmp_path):
     run("cache", "export", tmp_path / "old.json", code=0)
     key = entry(time="2026-02-01T00:00:00+00:00")
     run("cache", "import", tmp_path / "old.json", code=0)
-    assert PersistentCache("recurrent_gla").record(key)["time"].startswith("2026-02")
+    assert PersistentCache("gla").record(key)["time"].startswith("2026-02")
 
 
 @pytest.mark.parametrize(
@@ -137,10 +203,10 @@ def test_a_file_that_is_not_there_is_wrong_usage(run):
 
 def test_clear_asks_unless_told_not_to(run, entry):
     entry("attention", 1)
-    entry("recurrent_gla", 2)
+    entry("gla", 2)
     assert "say --yes" in run("cache", "clear", code=2).words
-    assert "--op must be one of" in run("cache", "clear", "--op", "gla", "--yes", code=2).words
-    assert "--op must be one of" in run("cache", "export", "--op", "gla", code=2).words
+    assert "--op must be one of" in run("cache", "clear", "--op", "softmax", "--yes", code=2).words
+    assert "--op must be one of" in run("cache", "export", "--op", "softmax", code=2).words
     assert len(stored(run)) == 2
     run("cache", "clear", "--op", "attention", "--yes", code=0)
     (left,) = stored(run)
@@ -149,7 +215,8 @@ def test_clear_asks_unless_told_not_to(run, entry):
 
 
 def test_clear_stale_keeps_what_is_used_here(run, entry):
-    from ejkernel.ops.key import default_device, environment
+    from ejkernel._device import default_device
+    from ejkernel.ops.key import environment
 
     entry()
     here = json.dumps({"op": "attention", "environment": environment(default_device())})
@@ -158,8 +225,9 @@ def test_clear_stale_keeps_what_is_used_here(run, entry):
     assert [one["usable_here"] for one in stored(run)] == [True]
 
 
-def test_a_damaged_entry_is_passed_over_with_a_warning(run, entry, tmp_path):
+def test_a_damaged_entry_is_listed_as_such_with_a_warning(run, entry, tmp_path):
     key = entry()
-    PersistentCache("recurrent_gla").file(key).write_text("{")
+    PersistentCache("gla").file(key).write_text("{")
     with pytest.warns(ops.ConfigWarning, match="ignored the stored configuration"):
-        assert stored(run) == []
+        (one,) = stored(run)
+    assert one["unreadable"].startswith("JSONDecodeError")

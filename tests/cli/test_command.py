@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
-import jax
 import pytest
 
 import ejkernel
+from ejkernel._device import backend_of, default_device
 
 COMMANDS = [
     ("doctor",),
@@ -44,7 +45,16 @@ def test_as_a_process():
     assert made.returncode == 0, made.stderr
     found = json.loads(made.stdout)
     assert found["versions"]["ejkernel"] == ejkernel.__version__
-    assert found["device"]["backend"] == jax.default_backend()
+    assert found["device"]["backend"] == backend_of(default_device())
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("verify", "--op", "attention")], ids=" ".join)
+def test_a_device_that_jax_does_not_have_is_said(command):
+    environment = {**os.environ, "JAX_PLATFORMS": "junk"}
+    made = subprocess.run([sys.executable, "-m", "ejkernel", *command], capture_output=True, text=True, env=environment)
+    assert made.returncode == 1
+    assert "Traceback" not in made.stderr
+    assert "JAX cannot use its device: Unable to initialize backend 'junk'" in " ".join((made.stdout + made.stderr).split())
 
 
 def test_without_the_extra_it_says_what_to_install():
@@ -60,7 +70,8 @@ def test_without_the_extra_it_says_what_to_install():
 def test_the_library_imports_nothing_of_it():
     script = (
         "import sys, ejkernel, ejkernel.modules, ejkernel.ops\n"
-        "assert not {'typer', 'rich', 'matplotlib', 'ejkernel.cli', 'ejkernel.ops.recording'} & set(sys.modules)"
+        "absent = {'typer', 'rich', 'matplotlib', 'ejkernel.cli', 'ejkernel.testing', 'ejkernel.ops.recording'}\n"
+        "assert not absent & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 

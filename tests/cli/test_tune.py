@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel import ops
-from ejkernel.modules import GLAttentionConfig, attention, gla_attention, recurrent_attention
+from ejkernel.modules import GLAttention, GLAttentionConfig, attention, gla_attention, recurrent_attention
 from ejkernel.modules.base import default_executor
 from ejkernel.ops.config.cache import shared_cache
 from ejkernel.ops.tuner import Tuned, Tuner, TuningFailed
@@ -37,7 +37,7 @@ def test_shapes_on_the_line_are_stored_and_then_known(run, tuned, tmp_path):
     first = run(*asked, "--json", code=0).json
     assert [call["status"] for call in first["calls"]] == ["tuned"] * 3
     assert first["folder"] == str(tmp_path / "cache")
-    assert len(list((tmp_path / "cache" / "recurrent_gla").glob("*.json"))) == 3
+    assert len(list((tmp_path / "cache" / "gla").glob("*.json"))) == 3
     assert [call["status"] for call in run(*asked, "--json", code=0).json["calls"]] == ["known"] * 3
     assert len(tuned) == 3
     shown = run(*asked, "--force", code=0)
@@ -49,16 +49,8 @@ def test_shapes_on_the_line_are_stored_and_then_known(run, tuned, tmp_path):
 def test_what_was_tuned_is_what_a_call_uses(run, tuned):
     run(*GLA, "--shapes", "1x8x1x4:g4", code=0)
     q = jnp.ones((1, 7, 1, 4))  # of the same bucket
-    from ejkernel.kernels._linear.platform_function import gla_problem
-
-    choice = default_executor().choose(ops_kernel(), gla_problem(q, q, q, -q), platform=None)
+    choice = default_executor().choose(GLAttention(), q, q, q, -q)
     assert str(choice.level) == "disk"
-
-
-def ops_kernel():
-    from ejkernel.modules import GLAttention
-
-    return GLAttention()
 
 
 def test_an_interrupt_keeps_what_was_measured_and_the_next_run_goes_on(run, tuned, monkeypatch):
@@ -81,9 +73,11 @@ def test_an_interrupt_keeps_what_was_measured_and_the_next_run_goes_on(run, tune
 
 def test_a_file_of_shapes(run, tuned, tmp_path):
     file = tmp_path / "shapes.txt"
-    file.write_text("# layers\ngla_attention 1x8x1x4:g\n\nattention 1x16x2/1x8:bfloat16  # the third\nlightning_attn 1x8x1x4\n")
+    file.write_text(
+        "# layers\ngla_attention 1x8x1x4:g\n\nattention 1x16x2/1x8:bfloat16  # the third\nrecurrent_gla 1x8x1x4:none\n"
+    )
     calls = run("tune", "--file", file, "--json", code=0).json["calls"]
-    assert [call["operation"] for call in calls] == ["gla_attention", "attention", "lightning_attention"]
+    assert [call["operation"] for call in calls] == ["gla_attention", "attention", "gla_attention"]
     file.write_text("gla_attention 1x8x1x4\nsoftmax 1x8x1x4\n")
     assert "line 2: expected 'OPERATION SHAPE'" in run("tune", "--file", file, code=2).words
 
@@ -116,7 +110,11 @@ def test_a_recorded_call_that_cannot_be_made_again_says_why(run, tuned, tmp_path
     assert "another key" in found["calls"][0]["reason"]
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"format":1,"kind":"ejkernel choices","choices":[{}]}'])
+RECORDED = '{"format":1,"kind":"ejkernel choices","choices":['
+NO_ROUTE = '{"key":"{}","level":"disk","config":{},"record":{},"route":3}'
+
+
+@pytest.mark.parametrize("content", ["", "{}", RECORDED + "{}]}", RECORDED + NO_ROUTE + "]}"])
 def test_a_damaged_record_is_refused(run, tmp_path, content):
     (tmp_path / "run.json").write_text(content)
     assert "is not a recorded run" in run("tune", "--recorded", tmp_path / "run.json", code=1).words
@@ -153,7 +151,7 @@ def test_tuning_for_real(run):
     [
         ((), "nothing to tune"),
         (("--shapes", "1x8x1x4"), "--shapes needs --op"),
-        (("--op", "gla", "--shapes", "1x8x1x4"), "--op must be one of"),
+        (("--op", "softmax", "--shapes", "1x8x1x4"), "--op must be one of"),
         (("--op", "gla_attention", "--shapes", "8x1x4"), "a shape must be"),
         (("--op", "gla_attention", "--shapes", "1x8x1x4", "--iters", "0"), "iters must be an integer of at least 1"),
         (("--op", "gla_attention", "--shapes", "1x8x1x4", "--platform", "metal"), "--platform must be one of"),

@@ -8,7 +8,11 @@ import jax
 import pytest
 
 from ejkernel import kernel_registry
-from ejkernel.kernels._registry import current_backend
+from ejkernel._device import backend_of, default_device
+from ejkernel.kernels._implementation import Implementation
+from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._linear.operations import RECURRENT
+from ejkernel.kernels._registry import Backend, Platform
 
 SMALL = ("verify", "--op", "recurrent_attention", "--platform", "pallas")
 QUICK = ("--case", "scalar-time-1", "--no-gradients")
@@ -20,7 +24,7 @@ def register(monkeypatch):
     kernel_registry.list_algorithms()
     known = {name: list(entries) for name, entries in kernel_registry._implementations.items()}
     monkeypatch.setattr(kernel_registry, "_implementations", known)
-    return kernel_registry.register("recurrent", "pallas", current_backend(), priority=-9)
+    return kernel_registry.register("recurrent", "pallas", "any", priority=-9)
 
 
 def right(*args, **kwargs):
@@ -28,7 +32,7 @@ def right(*args, **kwargs):
 
 
 def test_what_is_right_passes(run):
-    found = run("verify", "--op", "gla_attention", "--case", "packed-rank3", "--json", code=0).json
+    found = run("verify", "--op", "recurrent_gla", "--case", "packed-rank3", "--json", code=0).json
     (row,) = [row for row in found["summary"] if row["platform"] == "xla"]
     assert (row["passed"], row["refused"], row["failed"], row["worst_case"]) == (1, 0, 0, "packed-rank3")
     assert 0 < row["output_error"] < row["output_limit"]
@@ -95,15 +99,27 @@ def test_one_that_raises_fails_and_the_others_still_run(run, register):
     assert run(*SMALL, *QUICK, "--fail-fast", "--json", code=1).json["cases"][-1]["status"] == "failed"
 
 
-def test_fail_fast_stops_at_a_candidate_that_fails(run, register):
-    def second_is_right(*args, cfg, **kwargs):
-        output, state = right(*args, **kwargs)
-        return output * (2 if cfg == "first" else 1), state
+class SecondIsRight(Implementation):
+    """Has two candidates, of which the first gives a wrong result."""
 
-    second_is_right.candidates = lambda problem: ["first", "second"]
-    register(second_is_right)
+    def heuristic(self, problem):
+        return LinearConfig(block_q=16)
+
+    def candidates(self, problem):
+        return [LinearConfig(block_q=1), LinearConfig(block_q=2)]
+
+    def solve(self, problem, cfg):
+        output, state = kernel_registry.get("recurrent", "xla").implementation.solve(problem, LinearConfig())
+        return output * (2 if cfg.block_q == 1 else 1), state
+
+
+def test_fail_fast_stops_at_a_candidate_that_fails(run, register):
+    RECURRENT.register(SecondIsRight(), kernel_registry, Platform.PALLAS, Backend.ANY, -9)
+    found = run(*SMALL, *QUICK, "--candidates", "--json", code=1).json
+    assert [case["status"] for case in found["cases"]] == ["failed", "passed"] * 2
     found = run(*SMALL, *QUICK, "--candidates", "--fail-fast", "--json", code=1).json
-    assert [(case["config"], case["status"]) for case in found["cases"]] == [("first", "failed")]
+    ((config, status),) = [(case["config"], case["status"]) for case in found["cases"]]
+    assert (status, "block_q=1," in config) == ("failed", True)
 
 
 def test_a_refused_case_is_not_passed(run, register):
@@ -140,7 +156,7 @@ def test_a_module_of_ones_own_is_loaded(run, monkeypatch, tmp_path, register):
 @pytest.mark.parametrize(
     ("arguments", "legal"),
     [
-        (("--op", "gla"), "recurrent_attention (recurrent), gla_attention (recurrent_gla)"),
+        (("--op", "softmax"), "recurrent_attention (recurrent), gla_attention (gla), lightning_attention (lightning_attn)"),
         (("--platform", "opencl"), "triton, pallas, cuda, xla"),
         (("--platform", "auto"), "triton, pallas, cuda, xla; got 'auto'"),
         (("--dtype", "float8"), "float32, bfloat16, float16"),
@@ -151,9 +167,9 @@ def test_wrong_names_say_what_is_legal(run, arguments, legal):
     assert legal in run("verify", *arguments, code=2).words
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there the platform is available")
+@pytest.mark.skipif(backend_of(default_device()) != "cpu", reason="there the platform is available")
 def test_a_platform_that_is_not_here_says_why(run):
-    assert "this process computes on cpu" in run("verify", "--platform", "cuda", "--op", "attention", code=1).words
+    assert "this call computes on a cpu" in run("verify", "--platform", "cuda", "--op", "attention", code=1).words
 
 
 def test_an_interrupt_shows_what_was_found(run, register):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks.exactness import KINDS, OURS, errors
+from ejkernel.testing.exactness import KINDS, OURS, errors
 from tests.documentation.pages import ROOT
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._linear.platform_function import recurrent_problem
+from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
 from ejkernel.kernels._xla import recurrent
-from ejkernel.kernels._xla.recurrent import _solve
-from ejkernel.kernels._xla.recurrent._heuristics import chunks_together
-from ejkernel.kernels._xla.recurrent._products import pass_on
+from ejkernel.kernels._xla.linear import _solve
+from ejkernel.kernels._xla.linear._heuristics import chunks_together
+from ejkernel.kernels._xla.linear._products import pass_on
 from ejkernel.testing.compare import assert_close
 from ejkernel.testing.linear_cases import LinearCase
 
@@ -81,4 +81,7 @@ def test_pass_on_against_a_loop(backwards):
 )
 def test_the_schedule_on_a_cpu(batch, heads, channels, gates, schedule):
     array = jnp.zeros((batch, 100, heads, channels))
-    assert recurrent.heuristic(recurrent_problem(array, array, array, **dict.fromkeys(gates, array))).schedule == schedule
+    assert (
+        recurrent.implementation.heuristic(recurrent_problem(array, array, array, **dict.fromkeys(gates, array))).schedule
+        == schedule
+    )

@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ejkernel.kernels._linear import LinearConfig
@@ -43,8 +44,15 @@ WRONG = [
     (row | {"cu_seqlens": jnp.array([0, 4, 3, T])}, ValueError, "cu_seqlens must not decrease; got 4 before 3 at index 2."),
     (row | {"cu_seqlens": jnp.array([0, T + 1])}, ValueError, "cu_seqlens must end at the number of tokens, 6; got 7 last."),
     ({n: x[0] for n, x in row.items()} | {"cu_seqlens": jnp.array([0, T]), "gk": one(1, T, H, K)}, ValueError, "gk must be of rank 3, without the batch"),
-    (dense | {"softmax_scale": one(2)}, ValueError, "softmax_scale must be a float or a float scalar array"),
-    (dense | {"softmax_scale": "large"}, TypeError, "softmax_scale must be a float"),
+    (row | {"cu_seqlens": [0, [1, 2]]}, TypeError, "cu_seqlens must be an array; got [0, [1, 2]]"),
+    (row | {"cu_seqlens": [0, 2**40]}, ValueError, "cu_seqlens must end at the number of tokens, 6; got 1099511627776 last."),
+    (row | {"cu_seqlens": np.array([0, 2**40])}, ValueError, "cu_seqlens must end at the number of tokens, 6; got 1099511627776 last."),
+    (dense | {"query": [1, [2, 3]]}, TypeError, "query must be an array; got [1, [2, 3]]"),
+    (dense | {"g": "a"}, TypeError, "g must be an array; got 'a'"),
+    (dense | {"softmax_scale": one(2)}, ValueError, "softmax_scale must be a number or a scalar array; got float32[2]."),
+    (dense | {"softmax_scale": "large"}, TypeError, "softmax_scale must be a number; got 'large'."),
+    (dense | {"softmax_scale": "1.5"}, TypeError, "softmax_scale must be a number; got '1.5'."),
+    (dense | {"softmax_scale": np.ones(1)}, ValueError, "softmax_scale must be a number or a scalar array; got float32[1]."),
     (dense | {"reverse": "yes"}, TypeError, "reverse must be True or False"),
     (dense | {"platform": "cudnn"}, ValueError, "platform must be one of 'triton', 'pallas', 'cuda', 'xla', 'auto' or None; got 'cudnn'."),
     (dense | {"cfg": {"block_q": 64}}, TypeError, "cfg"),
@@ -66,6 +74,9 @@ def test_wrong_arguments(arguments, error, message):
         ({"block_q": 0}, "got 0."),
         ({"block_q": 2048}, "got 2048."),
         ({"block_q": 16.0}, "got 16.0."),
+        ({"block_q": True}, "got True."),
+        ({"num_warps": 4.0}, "num_warps must be None or one of 1, 2, 4, 8, 16; got 4.0."),
+        ({"num_stages": True}, "num_stages must be None or one of 1, 2, 3, 4, 5, 6; got True."),
         ({"platform": "fast"}, "platform must be one of"),
         ({"backend": "fpga"}, "backend must be one of"),
     ],
@@ -76,7 +87,7 @@ def test_wrong_configs(fields, message):
 
 
 def test_a_platform_that_is_not_here_says_why():
-    with pytest.raises(ValueError, match=r"no implementation of 'recurrent_gla' for platform 'pallas' here .*Use platform="):
+    with pytest.raises(ValueError, match=r"no implementation of 'gla' for platform 'pallas' here .*Use platform="):
         gla_attention(q, k, v, platform="pallas")
 
 
@@ -84,6 +95,30 @@ def test_a_platform_that_is_not_here_says_why():
 def test_a_layer_outside_the_model(layer_idx, num_layers):
     with pytest.raises(ValueError, match="layer_idx must be from 0 to num_layers - 1"):
         lightning_attention(q, k, v, layer_idx=layer_idx, num_layers=num_layers)
+
+
+@pytest.mark.parametrize("layer", [1.0, True, "1"])
+def test_a_layer_that_is_no_int(layer):
+    with pytest.raises(TypeError, match="layer_idx must be an int; got"):
+        lightning_attention(q, k, v, layer_idx=layer, num_layers=4)
+
+
+def test_numpy_integers_are_integers():
+    config = LinearConfig(block_q=np.int64(16), block_k=np.int8(32), num_warps=np.int32(4))
+    assert config == LinearConfig(block_q=16, block_k=32, num_warps=4)
+    assert {type(getattr(config, name)) for name in ("block_q", "block_k", "num_warps")} == {int}
+    want = lightning_attention(q, k, v, layer_idx=1, num_layers=4)
+    np.testing.assert_array_equal(lightning_attention(q, k, v, layer_idx=np.int64(1), num_layers=jnp.int32(4)), want)
+    np.testing.assert_array_equal(
+        recurrent_attention(q, k, v, softmax_scale=np.int32(2)), recurrent_attention(q, k, v, softmax_scale=2.0)
+    )
+    traced = jax.jit(lambda scale: recurrent_attention(q, k, v, softmax_scale=scale))(2)
+    np.testing.assert_allclose(traced, recurrent_attention(q, k, v, softmax_scale=2.0), rtol=1e-6)
+
+
+def test_offsets_that_are_constants_of_a_jitted_function_are_checked():
+    with pytest.raises(ValueError, match="cu_seqlens must not decrease; got 4 before 3 at index 2"):
+        jax.jit(lambda: recurrent_attention(**row, cu_seqlens=np.array([0, 4, 3, T])))()
 
 
 def test_typos_are_not_swallowed():

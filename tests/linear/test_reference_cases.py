@@ -8,7 +8,7 @@ import pytest
 
 from ejkernel import kernel_registry
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._linear.platform_function import recurrent_problem
+from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
 from ejkernel.kernels._registry import Backend
 from ejkernel.testing.compare import assert_close
 from ejkernel.testing.linear_cases import CASES, LinearCase

@@ -9,7 +9,6 @@ import pytest
 
 from ejkernel import ops
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._linear.platform_function import recurrent_problem
 from ejkernel.modules import GLAttention, GLAttentionConfig, RecurrentAttention, gla_attention, recurrent_attention
 from ejkernel.modules.base import default_executor
 from ejkernel.ops import Invocation
@@ -17,17 +16,14 @@ from ejkernel.testing.compare import relative_rms
 from ejkernel.testing.linear_cases import LinearCase
 
 
-def problem(**changes):
-    arrays, options = LinearCase("tuned", **({"time": 12, "gates": ("gk",)} | changes)).arguments()
-    return recurrent_problem(**arrays, **options)
-
-
 def invocation(**changes) -> Invocation:
-    return Invocation.of(RecurrentAttention(), problem(**changes), platform=None)
+    arrays, options = LinearCase("tuned", **({"time": 12, "gates": ("gk",)} | changes)).arguments()
+    return Invocation.of(RecurrentAttention(), **arrays, **options)
 
 
 def test_without_a_measurement_the_heuristic_answers_on_a_cpu():
-    choice = default_executor().choose(GLAttention(), problem(), platform="xla")
+    arrays, options = LinearCase("untuned", time=12, gates=("g4",)).arguments()
+    choice = default_executor().choose(GLAttention(), **arrays, **options, platform="xla")
     assert isinstance(choice.config, GLAttentionConfig)
     assert choice.config.platform == "xla"
     assert str(choice.level) in ("heuristics", "autotune")
@@ -71,10 +67,11 @@ def test_tuning_ahead_finds_the_call_inside_jit_scan_and_grad():
 
     before, equations = step(q), len(jax.make_jaxpr(step)(q).eqns)
     ops.tune(step, q)
-    choice = default_executor().choose(GLAttention(), recurrent_problem(q, k, v, g), platform=None)
+    choice = default_executor().choose(GLAttention(), q, k, v, g, platform=None)
     assert str(choice.level) in ("memory", "disk", "autotune")
     assert choice.config in [GLAttentionConfig(schedule, 16, platform="xla") for schedule in ("chunked", "recurrent")]
-    assert any("recurrent_gla" in str(line) for line in str(ops.report()).splitlines())
+    assert any(line.startswith("gla ") for line in str(ops.report()).splitlines())
+    assert any("route: chunks of" in str(line) for line in str(ops.report()).splitlines())
     assert len(jax.make_jaxpr(step)(q).eqns) == equations
     np.testing.assert_allclose(step(q), before, rtol=1e-4, atol=1e-5)
 

@@ -63,6 +63,10 @@ class Race(Kernel[Racer, jax.Array]):
     def run(self, x: jax.Array, *, cfg: Racer) -> jax.Array:
         if cfg.fault == "raises":
             raise RuntimeError("this candidate cannot be built")
+        if cfg.fault == "exits":
+            raise SystemExit(3)
+        if cfg.fault == "interrupts":
+            raise KeyboardInterrupt
         if cfg.fault == "memory":
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.0TiB")
         if cfg.fault == "hangs compiling":

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 
 from ejkernel.modules.base import create_default_executor
-from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Executor, Invocation, Kernel, Level, PersistentCache, Tuner
+from ejkernel.ops import (
+    AutotunePolicy,
+    ConfigSelectorChain,
+    Executor,
+    Invocation,
+    Kernel,
+    Level,
+    PersistentCache,
+    Tuner,
+    overlay,
+)
 from ejkernel.ops.config.cache import shared_cache
 from tests.ops.toy import Cube, Problem, Toy, ToyConfig, problem
 
@@ -156,6 +166,88 @@ def test_errors_name_the_argument(executor):
         executor(Kernel("bare"), problem(), _cfg=ToyConfig())
 
 
+@dataclass
+class Loose:
+    """A configuration that can be changed."""
+
+    block: int = 3
+
+
+@dataclass(eq=False)
+class Alone(Loose):
+    """The same, but with a hash."""
+
+
+def guessing(heuristic, *candidates) -> Kernel:
+    class Guess(Kernel):
+        op_id = "guess"
+
+        def run(self, x, *, cfg):
+            return x
+
+        def heuristic_cfg(self, inv):
+            return heuristic
+
+        def candidate_cfgs(self, inv):
+            return candidates
+
+    return Guess()
+
+
+@pytest.mark.parametrize(
+    ("cfg", "reason"),
+    [
+        (Loose(), r"Loose can be changed; declare it with @dataclass\(frozen=True\)"),
+        (Alone(), "Alone can be changed"),
+        ({"block": 3}, "it cannot be hashed"),
+        (ToyConfig(8, []), "it cannot be hashed"),
+        (ToyConfig, "it is the class ToyConfig itself"),
+    ],
+)
+def test_a_configuration_that_is_no_frozen_dataclass_is_refused(executor, cfg, reason):
+    x = jnp.ones(3)
+    message = f"must be a frozen dataclass, hashable in all its fields; got .*: {reason}"
+    with pytest.raises(TypeError, match=f"the heuristics configuration of 'guess' {message}"):
+        executor(guessing(cfg), x)
+    with pytest.raises(TypeError, match=f"(guess: cfg|the explicit configuration of 'guess') {message}"):
+        executor(guessing(ToyConfig()), x, _cfg=cfg)
+    with pytest.raises(TypeError, match=f"the configuration for 'guess' {message}"), overlay(guess=cfg):
+        pass
+    tuned = Tuner(0, 1).tune(Invocation.of(guessing(ToyConfig(), cfg, ToyConfig(8)), x))
+    assert [c.get("reason", "")[:17] for c in tuned.record["candidates"]] == ["", "", "failed: TypeError"]
+
+
+def test_a_candidate_that_cannot_be_stored_loses():
+    tuned = Tuner(0, 1).tune(Invocation.of(guessing(ToyConfig(), 4, ToyConfig(8, object())), jnp.ones(3)))
+    assert [candidate.get("reason", "")[:17] for candidate in tuned.record["candidates"]] == ["", *["failed: TypeError"] * 2]
+    assert tuned.record["candidates"][1]["config"] == {"value": "4"}
+
+
+@pytest.mark.parametrize("word", ["autotune", "heuristics", "error"])
+def test_a_policy_may_be_given_by_its_word(word):
+    assert ConfigSelectorChain(policy=word).policy == AutotunePolicy(cache_miss_fallback=word)
+    expected = AutotunePolicy(cache_miss_fallback=word, validate_backward=True)
+    assert create_default_executor(word).chooser.policy == expected
+    with pytest.raises(TypeError, match=f"allow_autotune must be True or False; got '{word}'; .*cache_miss_fallback='{word}'"):
+        AutotunePolicy(word)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"policy": "sometimes"}, ValueError, "policy must be one of 'autotune', 'heuristics', 'error'; got 'sometimes'"),
+        ({"policy": True}, TypeError, "policy must be an AutotunePolicy, one of .* got True"),
+        ({"policy": AutotunePolicy}, TypeError, "policy must be an AutotunePolicy, one of"),
+        ({"tuner": Tuner}, TypeError, "tuner must be a Tuner or None; got <class"),
+        ({"cache": "folder"}, TypeError, "cache must be a ConfigCache or None; got 'folder'"),
+        ({"persistent": "folder"}, TypeError, "persistent must be a PersistentCache, .* got 'folder'"),
+    ],
+)
+def test_a_chain_of_other_parts_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        ConfigSelectorChain(**options)
+
+
 def test_get_impl_alone_is_enough(executor):
     class Times(Kernel[ToyConfig, jax.Array]):
         def get_impl(self, cfg):
@@ -278,7 +370,7 @@ for run in (op, jax.jit(op), jax.shard_map(op, mesh=mesh, in_specs=P("data"), ou
     y = run(split)
     assert jnp.array_equal(y, 2 * x) and y.sharding.is_equivalent_to(split.sharding, 3), run
     assert jnp.array_equal(jax.grad(lambda x: (run(x) * x).sum())(split), 4 * x)
-print(*sorted({chosen.arguments["problem.x"] for chosen in report()}), sep="\\n")
+print(*sorted({" ".join(chosen.arguments.values()) for chosen in report()}), sep="\\n")
 """
 
 

@@ -139,6 +139,39 @@ def test_promise_1_full_disk_is_one_warning_and_leaves_nothing(step, tmp_path, m
     assert stored.get(inv.key) == ToyConfig(32)
 
 
+def nobodys_home(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", "~nosuchuser/x")
+
+
+def no_home(monkeypatch):
+    def nobody(*_):
+        raise KeyError("uid not found")
+
+    for variable in ("EJKERNEL_CACHE_DIR", "HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="homes are found in another way there")
+@pytest.mark.parametrize("home", [nobodys_home, no_home])
+def test_promise_1_a_home_that_does_not_exist_is_a_miss_and_one_warning(home, monkeypatch):
+    home(monkeypatch)
+    chain = ConfigSelectorChain(
+        policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner(0, 1), persistent=PersistentCache
+    )
+    inputs = [jnp.ones((2, time, 4)) for time in (3, 30)]
+    with pytest.warns(ConfigWarning, match="neither read nor stored: .* home") as given:
+        results = [Executor(chain)(Toy(), Problem(x)) for x in inputs]
+    assert len(given) == 1
+    assert all(jnp.array_equal(result, 2 * x) for result, x in zip(results, inputs, strict=True))
+    assert list(PersistentCache("toy").items()) == []
+
+
+def test_promise_1_a_path_is_taken_from_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert PersistentCache("toy", "~/cache").folder == tmp_path / "cache" / "toy"
+
+
 def test_promise_1_nothing_is_created_before_the_first_result(tmp_path):
     executor = Executor(chain(tmp_path / "cache"))
     executor(Toy(), Problem(jnp.ones((2, 3, 4))))

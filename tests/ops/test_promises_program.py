@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -84,8 +85,57 @@ def test_promise_9_an_overlay_that_cannot_run_the_call_says_so():
         EXECUTOR(Toy(), problem())
     with overlay(toy=Racer()), pytest.raises(ValueError, match="it is a Racer, not a ToyConfig"):
         EXECUTOR(Toy(), problem())
-    with pytest.raises(TypeError, match="must be hashable"), overlay(toy={"block": 3}):
+    with pytest.raises(TypeError, match="it cannot be hashed"), overlay(toy={"block": 3}):
         pass
+
+
+class Renamed(Shown):
+    """An operation that had another name."""
+
+    op_id = "renamed"
+    aliases = ("old_name", "older_name")
+
+
+def test_promise_9_an_overlay_may_name_an_operation_by_its_aliases():
+    call = lambda: float(EXECUTOR(Renamed(), jnp.float32(0)))
+    with overlay(old_name=ToyConfig(8)):
+        assert call() == 8
+        with overlay(renamed=ToyConfig(4)):
+            assert call() == 4
+            with overlay(older_name=ToyConfig(2)):
+                assert call() == 2
+    twice = {"old_name": ToyConfig(8), "renamed": ToyConfig(4)}
+    with pytest.raises(ValueError, match="name each operation once; got old_name, renamed"), overlay(twice):
+        pass
+
+
+def run_as_late() -> float:
+    class Late(Shown):
+        op_id = "late"
+        aliases = ("name_of_yore",)
+
+    return float(EXECUTOR(Late(), jnp.float32(0)))
+
+
+@pytest.mark.filterwarnings("ignore:an overlay for 'name_of_yore'")
+def test_promise_9_an_overlay_by_an_alias_reaches_a_kernel_that_is_defined_later():
+    with overlay(name_of_yore=ToyConfig(8)):
+        assert run_as_late() == 8
+
+
+@pytest.mark.parametrize(("name", "hint"), [("shwon", "did you mean 'shown'"), ("zzzzzz", "known are .*'toy'")])
+def test_promise_9_an_overlay_for_a_name_that_nobody_has_is_a_warning(name, hint):
+    says = f"an overlay for '{name}'.* changes nothing; {hint}"
+    with pytest.warns(ejkernel.ops.ConfigWarning, match=says) as given, overlay({name: ToyConfig(8)}):
+        pass
+    assert given[0].filename == __file__
+
+
+def test_promise_9_an_overlay_for_a_key_or_a_kernel_named_by_its_instance_is_no_warning(recwarn):
+    Kernel("named_by_instance")
+    with overlay({Invocation.of(Shown(), jnp.float32(0)).key: ToyConfig(8), "named_by_instance": ToyConfig(3)}):
+        assert block(jnp.float32(0)) == 8
+    assert not [w for w in recwarn if issubclass(w.category, ejkernel.ops.ConfigWarning)]
 
 
 def in_two_processes(scenario: str, tmp_path) -> list[dict]:
@@ -156,6 +206,69 @@ def test_promise_12_one_call_lists_what_was_picked_by_which_level_with_times_los
     for part in ("race  autotune  Racer(work=10, fault='none')", "x: float32[64]", "its result is wrong", "cannot be built"):
         assert part in text
     assert ejkernel.ops.report is report
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """Lets the chain take this device for an accelerator."""
+    monkeypatch.setattr("ejkernel.ops.config.selection.backend_of", lambda device: "gpu")
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("traced", [False, True])
+def test_promise_12_on_an_accelerator_an_unknown_call_is_tuned_and_the_report_says_how_long_it_took(traced):
+    executor = Executor(ConfigSelectorChain(tuner=Tuner(0, 1)))  # the policy of the kernel itself
+    run = lambda x: executor(Toy(), Problem(x))
+    (jax.jit(run) if traced else run)(problem().x)
+    (chosen,) = report()
+    assert chosen.level == "autotune"
+    assert chosen.record["tuning_seconds"] > 0
+    assert chosen.why == f"tuned in this process in {chosen.record['tuning_seconds']:.1f} s, 3 of 3 candidates timed"
+    assert f"    {chosen.why}" in str(report()).splitlines()
+
+
+NOT_TUNED = {
+    "EJKERNEL_AUTOTUNE_POLICY=heuristics": ({}, "heuristics"),
+    "cache_miss_fallback='heuristics'": ({"policy": AutotunePolicy(cache_miss_fallback="heuristics")}, "autotune"),
+    "allow_autotune=False": ({"policy": AutotunePolicy(allow_autotune=False)}, "autotune"),
+    "the chain has no tuner": ({"tuner": None}, "autotune"),
+}
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("why", NOT_TUNED)
+def test_promise_12_the_report_says_why_an_unknown_call_was_not_tuned(why, monkeypatch):
+    options, variable = NOT_TUNED[why]
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", variable)
+    Executor(ConfigSelectorChain(**{"tuner": Tuner(0, 1), **options}))(Toy(), problem())
+    (chosen,) = report()
+    assert (chosen.level, chosen.why) == ("heuristics", f"not tuned: {why}")
+
+
+def test_promise_12_the_report_says_whose_policy_it_was_and_what_failed():
+    EXECUTOR(Toy(), problem())
+    tuning = ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner(0, 1))
+    with pytest.warns(ejkernel.ops.ConfigWarning, match="nothing is stored"):
+        tuning.choose(Invocation.of(Race(heuristic=Racer(1, "nan")), jnp.ones(4)))
+    guessed, failed = (chosen.why for chosen in report())
+    assert guessed == "not tuned: toy says 'heuristics' on cpu, and EJKERNEL_AUTOTUNE_POLICY is not set"
+    assert re.match(r"tuning failed in \d+\.\d s, so this is the heuristic: .*NaN", failed)
+
+
+def test_promise_12_the_operations_tune_on_accelerators_when_nobody_says_otherwise():
+    from ejkernel.modules import Attention, GLAttention, RecurrentAttention, create_default_executor
+
+    policy = create_default_executor().chooser.policy
+    assert {policy.fallback(kernel(), "gpu") for kernel in (GLAttention, RecurrentAttention)} == {"autotune"}
+    assert policy.fallback(Attention(), "gpu") == policy.fallback(GLAttention(), "cpu") == "heuristics"
+
+
+@pytest.mark.parametrize("record", [{"seconds": "fast"}, {"candidates": [3]}, {"candidates": [{"config": {}}]}])
+def test_promise_12_a_record_of_another_kind_does_not_end_the_report(record):
+    chain = ConfigSelectorChain()
+    chain.cache.put(Invocation.of(Toy(), problem()).key, ToyConfig(8), record)
+    Executor(chain)(Toy(), problem())
+    assert "its record is unreadable" in str(report())
 
 
 def test_promise_12_the_report_does_not_grow_for_ever(monkeypatch):

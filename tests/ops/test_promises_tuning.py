@@ -45,6 +45,8 @@ def tuned(*candidates: Racer, heuristic: Racer | None = None, backward: bool = F
 REASONS = {
     "raises": "failed: RuntimeError: this candidate cannot be built",
     "memory": "out of memory",
+    "exits": r"it raised SystemExit\(3\), which would end the program",
+    "interrupts": r"it raised KeyboardInterrupt\(\), which would end the program",
     "hangs compiling": "over time",
     "hangs running": "over time",
     "wrong": "its result is wrong",
@@ -106,7 +108,7 @@ def test_promise_6_a_wrong_gradient_loses(dtype, monkeypatch):
     assert record["measured"] == "forward"
 
 
-@pytest.mark.parametrize("fault", ["raises", "nan", "hangs compiling"])
+@pytest.mark.parametrize("fault", ["raises", "nan", "hangs compiling", "exits"])
 def test_promise_6_if_all_fail_the_heuristic_is_used_with_a_warning_and_nothing_is_stored(fault, tmp_path):
     chain = ConfigSelectorChain(
         policy=AUTOTUNE, tuner=Tuner(1, 1, max_seconds=2.0), persistent=PersistentCache("race", tmp_path)
@@ -120,6 +122,27 @@ def test_promise_6_if_all_fail_the_heuristic_is_used_with_a_warning_and_nothing_
         assert "failed" in choice.record
     assert not list(chain.cache.items())
     assert not tmp_path.joinpath("race").exists()
+
+
+INTERRUPTED = """
+import signal, threading
+import jax.numpy as jnp
+from ejkernel.ops import Invocation, Tuner
+from tests.ops import racers
+
+heuristic = racers.Racer(1, "hangs compiling")
+threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()  # what Ctrl-C does
+try:
+    Tuner().tune(Invocation.of(racers.Race(heuristic=heuristic), jnp.ones(4)))
+finally:
+    racers.release.set()
+"""
+
+
+def test_promise_6_an_interrupt_of_the_program_still_ends_it():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert done.stderr.strip().endswith("KeyboardInterrupt")
 
 
 def test_promise_6_the_time_is_bounded_and_what_was_not_tried_is_listed():
@@ -341,6 +364,7 @@ def test_tuner_refuses_senseless_numbers():
     for arguments in ({"warmup": -1}, {"iters": 0}, {"iters": 2.5}, {"max_seconds": 0}, {"min_gain": 1.5}):
         with pytest.raises(ValueError, match=next(iter(arguments))):
             Tuner(**arguments)
+    assert (Tuner(np.int64(3), np.int8(4)).warmup, type(Tuner(1, np.int8(4)).iters)) == (3, int)
 
 
 def test_silent_unless_on_a_terminal(capfd):

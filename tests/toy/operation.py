@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from ejkernel.modules import create_default_executor
-from ejkernel.ops import Invocation, Kernel
+from ejkernel.modules.base import default_executor
+from ejkernel.modules.operations._registry_kernel import RegistryKernel
 from tests.toy.kernels import registry
-from tests.toy.kernels.decayed_sum import SumConfig, SumProblem
+from tests.toy.kernels.decayed_sum import DECAYED_SUM, SumConfig
 
 
-class DecayedSum(Kernel[SumConfig, jax.Array]):
+class DecayedSum(RegistryKernel[SumConfig, jax.Array]):
     """`decayed_sum` as the executor sees it."""
 
-    op_id = "decayed_sum"
+    signature = DECAYED_SUM
+    registry = registry
 
-    def run(self, problem: SumProblem, *, platform: str | None = None, cfg: SumConfig) -> jax.Array:
-        return registry.select(self.op_id, platform or cfg.platform, problem=problem).function.solve(problem, cfg)
-
-    def heuristic_cfg(self, inv: Invocation) -> SumConfig:
-        best = registry.select(self.op_id, inv.arguments["platform"], problem=inv.arguments["problem"])
-        return SumConfig(best.function.blocks[0], str(best.platform))
-
-    def candidate_cfgs(self, inv: Invocation) -> Iterable[SumConfig]:
-        for entry in registry.list_implementations(self.op_id):
-            asked = inv.arguments["platform"] in (None, "auto", entry.platform)
-            if asked and registry.refusal(entry, inv.arguments["problem"]) is None:
-                yield from (SumConfig(block, str(entry.platform)) for block in entry.function.blocks)
+    def results(self, found: jax.Array, named: Mapping[str, Any]) -> jax.Array:
+        return found
 
     def length_axes(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (1,) if name == "problem.x" else ()
+        return (1,) if name == "x" else ()
 
 
+@DecayedSum.called_by_users
 def decayed_sum(x: Any, decay: float = 1.0, *, platform: str | None = None, cfg: SumConfig | None = None) -> jax.Array:
     """y_t = decay * y_{t-1} + x_t over the second axis of `x [B, T, D]`."""
-    problem = SumProblem.from_arguments(x, decay)
-    return create_default_executor()(DecayedSum(), problem, platform=platform, _cfg=cfg)
+    return default_executor()(DecayedSum(), x, decay, platform=platform, _cfg=cfg)

@@ -23,14 +23,16 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.callib import shared_memory_limit
+from ejkernel.callib import shared_memory_of
 from ejkernel.kernels import _triton
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._triton.recurrent import _launch_key, _wide, recurrent
+from ejkernel.kernels._triton import recurrent
+from ejkernel.kernels._triton.linear.kernels.rows_scan import scan_rows_wide
+from ejkernel.kernels._triton.linear.routes.scans import WIDE_SHARED
 from tests.triton.linear_cases import Case
 
 PACKED = (0, 5, 5, 70, 130)
-RESETS = "resets now and then"  # some chunks are mild, others are not: both ways are watched
+RESETS = "resets now and then"  # some chunks are weakly gated, others are not: both ways are watched
 BF16: dict[str, Any] = {"dtype": "bfloat16", "gate_dtype": "bfloat16", "block_q": 64, "state": True}
 CASES = [
     Case((), shape=(1, 70, 2, 1, 40, 24), **BF16),
@@ -64,7 +66,7 @@ def kernels() -> set[str]:
 
 
 def name_of(kernel: Any) -> str:
-    """Such as `_walk.walk`: kernels of two files may have one name."""
+    """Such as `state_scan.state_scan`: kernels of two files may have one name."""
     return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__qualname__}"
 
 
@@ -109,8 +111,8 @@ def main() -> None:
         program = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=allowed)(*leaves)
         programs.append((str(case), bytes(program.serialize()), [np.asarray(x) for x in leaves]))
         print(f"{case}: {time.monotonic() - begin:.1f} s", flush=True)
-    fits = shared_memory_limit(_wide.wide_outputs) >= _launch_key.WIDE_SHARED
-    if missing := kernels() - seen - (set() if fits else {name_of(_wide.wide_outputs)}):
+    room = shared_memory_of(_compiled.capability()) >= WIDE_SHARED
+    if missing := kernels() - seen - (set() if room else {name_of(scan_rows_wide)}):
         raise SystemExit(f"no case runs {', '.join(sorted(missing))}")
     with open(sys.argv[1], "wb") as file:
         pickle.dump(programs, file)

@@ -14,7 +14,7 @@ SLACK = 1.25  # compilers differ by this much (Triton 3.6 to 3.9)
 
 class Spill(NamedTuple):
     capability: int
-    call: str  # of benchmarks.triton_resources.CALLS
+    call: str  # of ejkernel.testing.triton_calls.CALLS
     kernel: str
     most: int  # bytes a thread
     reason: str
@@ -23,78 +23,76 @@ class Spill(NamedTuple):
 _AMPERE = "compiled for Ampere, not tuned: nobody has measured there"
 _EXACT = "float32 products are three tf32 ones, for accuracy; not tuned, not measured"
 _BACKWARD = "64-wide tiles 0.240 ms on r1; in an older form 0.43, 128 wide 0.51 to 0.95, 8 warps 0.57 to 0.70, 32 rows 0.75"
-_SIDE = (
-    "chunks that are not mild; 128 registers, two programs a multiprocessor: 0.565 ms on r1 (even lengths, 88 bytes); "
+_AXIS = (
+    "strongly gated chunks; 128 registers, two programs a multiprocessor: 0.565 ms on r1 (even lengths, 88 bytes); "
     "unlimited 0.85, 96 registers 0.76"
 )
-_PREPARE = "chunks that are not mild; levels in registers: forward 0.31 ms on r1, 1.09 in the version through shared memory"
-_MILD_PREPARE = (
-    "168 registers 0.148 ms on r1; unlimited 0.166, 128 registers 0.193, 8 warps from 0.27, 32 channels 0.17 and 0.19"
-)
-_MILD_SIDE = (
-    "64 channels, 4 warps 0.477 ms on r1 (272 bytes, Triton 3.6); rows made again instead of kept 0.588, 64 opposite channels "
+_ROWS = "strongly gated chunks; levels in registers: forward 0.31 ms on r1, 1.09 in the version through shared memory"
+_WEAK_ROWS = "168 registers 0.148 ms on r1; unlimited 0.166, 128 registers 0.193, 8 warps from 0.27, 32 channels 0.17 and 0.19"
+_WEAK_AXIS = (
+    "64 channels, 4 warps 0.477 ms on r1 (272 bytes, Triton 3.6); rows made again instead of kept 0.588, 64 other channels "
     "a turn 0.641, 32 channels 0.709 and with 168 registers 0.588"
 )
-_NARROW_OUTPUTS = "only the segments' ends; 64 value channels 0.334 ms on r4 for everything, before `_wide`"
-_WIDE_OUTPUTS = (
-    "both passes with states 0.74 to 0.79 ms on r4 (48 bytes, Triton 3.6), 1.00 by `outputs`; without states nothing spills"
+_NARROW_SCAN = "only the segments' ends; 64 value channels 0.334 ms on r4 for everything, before `scan_rows_wide`"
+_WIDE_SCAN = (
+    "both passes with states 0.74 to 0.79 ms on r4 (48 bytes, Triton 3.6), 1.00 by `scan_rows`; without states nothing spills"
 )
-_PREPARE_HALVES = "chunks that are not mild; 0.74 ms on r1 for both sides, 128 channels a turn 0.88"
-_BOTH_OUTPUTS = "0.28 ms on r1 (432 bytes, Triton 3.6); 0.27 without the loop for chunks that are not mild, which spills"
+_ROWS_SPLIT = "strongly gated chunks; 0.74 ms on r1 for both axes, 128 channels a turn 0.88"
+_KEY_VALUE_SCAN = "0.28 ms on r1 (432 bytes, Triton 3.6); 0.27 without the loop for strongly gated chunks, which spills"
 
 SPILLS = [
-    Spill(90, "g", "forward", 72, "running sums: 0.104 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
-    Spill(90, "g", "backward", 144, _BACKWARD),
-    Spill(90, "g_gamma", "backward", 72, "168 registers 0.203 ms on r3 (8 bytes, Triton 3.6), unlimited 0.229"),
-    Spill(90, "g wide", "backward", 240, _BACKWARD + "; K = 512 not measured"),
-    Spill(90, "g broad", "backward", 240, _BACKWARD),
-    Spill(90, "g float16", "forward", 208, "float16 runs as tf32, rounded for accuracy; not measured"),
-    Spill(90, "g float16", "backward", 440, "float16 runs as tf32; not measured"),
-    Spill(90, "gk", "prepare", 136, _PREPARE),
-    Spill(90, "gk", "side", 272, _SIDE),
-    Spill(90, "gk", "mild_prepare", 160, _MILD_PREPARE),
-    Spill(90, "gk", "mild_side", 688, _MILD_SIDE),
-    Spill(90, "gk wide", "mild_prepare", 400, "128 channels a turn 0.159 ms on r4; 64 and 168 registers 0.170"),
-    Spill(90, "gk wide", "mild_side", 520, "0.935 ms on r4; 64 opposite channels a turn 1.17, 32 channels 1.22"),
-    Spill(90, "gk wide", "prepare", 960, _PREPARE),
-    Spill(90, "gk wide", "side", 80, _SIDE + "; r4 1.01, states after the pairs 2.1"),
-    Spill(90, "gk wide", "outputs", 440, _NARROW_OUTPUTS),
-    Spill(90, "g broad", "outputs", 480, _NARROW_OUTPUTS),
-    Spill(90, "gk wide", "wide_outputs", 376, _WIDE_OUTPUTS),
-    Spill(90, "g broad", "wide_outputs", 336, _WIDE_OUTPUTS),
-    Spill(90, "gk gv", "mild_side", 576, "two sides 1.29 ms on r1; one load in flight 1.38, 64 opposite channels a turn 1.40"),
-    Spill(90, "gk gv", "prepare", 168, _PREPARE_HALVES),
-    Spill(90, "gk gv", "outputs", 432, _BOTH_OUTPUTS),
-    Spill(90, "gk gv forward", "prepare", 256, _PREPARE_HALVES),
-    Spill(90, "gk gv forward", "outputs", 648, _BOTH_OUTPUTS),
-    Spill(90, "all float32", "walk", 296, _EXACT),
-    Spill(90, "all float32", "gated_side", 1416, _EXACT),
-    Spill(80, "none", "forward", 456, _AMPERE),
-    Spill(80, "g", "forward", 408, _AMPERE),
-    Spill(80, "g", "backward", 112, _AMPERE),
-    Spill(80, "g_gamma", "forward", 136, _AMPERE),
-    Spill(80, "g_gamma", "backward", 368, _AMPERE),
-    Spill(80, "g float16", "forward", 280, _AMPERE),
-    Spill(80, "gk", "outputs", 664, _AMPERE),
-    Spill(80, "gk", "side", 1416, _AMPERE),
-    Spill(80, "gk wide", "side", 240, _AMPERE),
-    Spill(80, "gk wide", "pairs_of_plain", 1064, _AMPERE),
-    Spill(80, "gk wide", "prepare", 296, _AMPERE),
-    Spill(80, "gk wide", "outputs", 928, _AMPERE),
-    Spill(80, "g wide", "backward", 296, _AMPERE),
-    Spill(80, "g broad", "backward", 128, _AMPERE),
-    Spill(80, "g broad", "outputs", 840, _AMPERE),
-    Spill(80, "gk", "mild_prepare", 88, _AMPERE),
-    Spill(80, "gk", "mild_side", 528, _AMPERE),
-    Spill(80, "gk wide", "mild_prepare", 416, _AMPERE),
-    Spill(80, "gk wide", "mild_side", 592, _AMPERE),
-    Spill(80, "gk gv", "walk_prepared", 512, _AMPERE),
-    Spill(80, "gk gv forward", "prepare", 136, _AMPERE),
-    Spill(80, "gk gv forward", "walk_prepared", 512, _AMPERE),
-    Spill(80, "gk gv", "mild_side", 432, _AMPERE),
-    Spill(80, "gk gv", "side", 192, _AMPERE),
-    Spill(80, "all float32", "walk", 128, _EXACT),
-    Spill(80, "all float32", "gated_side", 1536, _EXACT),
+    Spill(90, "g", "head_gate_scan", 72, "running sums: 0.104 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
+    Spill(90, "g", "head_gate_backward", 144, _BACKWARD),
+    Spill(90, "g_gamma", "head_gate_backward", 72, "168 registers 0.203 ms on r3 (8 bytes, Triton 3.6), unlimited 0.229"),
+    Spill(90, "g wide", "head_gate_backward", 240, _BACKWARD + "; K = 512 not measured"),
+    Spill(90, "g broad", "head_gate_backward", 240, _BACKWARD),
+    Spill(90, "g float16", "head_gate_scan", 208, "float16 runs as tf32, rounded for accuracy; not measured"),
+    Spill(90, "g float16", "head_gate_backward", 440, "float16 runs as tf32; not measured"),
+    Spill(90, "gk", "gated_rows", 136, _ROWS),
+    Spill(90, "gk", "gated_axis", 272, _AXIS),
+    Spill(90, "gk", "weak_rows", 160, _WEAK_ROWS),
+    Spill(90, "gk", "weak_axis", 688, _WEAK_AXIS),
+    Spill(90, "gk wide", "weak_rows", 400, "128 channels a turn 0.159 ms on r4; 64 and 168 registers 0.170"),
+    Spill(90, "gk wide", "weak_axis", 520, "0.935 ms on r4; 64 other channels a turn 1.17, 32 channels 1.22"),
+    Spill(90, "gk wide", "gated_rows", 960, _ROWS),
+    Spill(90, "gk wide", "gated_axis", 80, _AXIS + "; r4 1.01, states after the scores 2.1"),
+    Spill(90, "gk wide", "scan_rows", 440, _NARROW_SCAN),
+    Spill(90, "g broad", "scan_rows", 480, _NARROW_SCAN),
+    Spill(90, "gk wide", "scan_rows_wide", 376, _WIDE_SCAN),
+    Spill(90, "g broad", "scan_rows_wide", 336, _WIDE_SCAN),
+    Spill(90, "gk gv", "weak_axis", 576, "two axes 1.29 ms on r1; one load in flight 1.38, 64 other channels a turn 1.40"),
+    Spill(90, "gk gv", "gated_rows", 168, _ROWS_SPLIT),
+    Spill(90, "gk gv", "scan_key_value", 432, _KEY_VALUE_SCAN),
+    Spill(90, "gk gv forward", "gated_rows", 256, _ROWS_SPLIT),
+    Spill(90, "gk gv forward", "scan_key_value", 648, _KEY_VALUE_SCAN),
+    Spill(90, "all float32", "state_scan", 296, _EXACT),
+    Spill(90, "all float32", "general_gated_axis", 1416, _EXACT),
+    Spill(80, "none", "head_gate_scan", 456, _AMPERE),
+    Spill(80, "g", "head_gate_scan", 408, _AMPERE),
+    Spill(80, "g", "head_gate_backward", 112, _AMPERE),
+    Spill(80, "g_gamma", "head_gate_scan", 136, _AMPERE),
+    Spill(80, "g_gamma", "head_gate_backward", 368, _AMPERE),
+    Spill(80, "g float16", "head_gate_scan", 280, _AMPERE),
+    Spill(80, "gk", "scan_rows", 664, _AMPERE),
+    Spill(80, "gk", "gated_axis", 1416, _AMPERE),
+    Spill(80, "gk wide", "gated_axis", 240, _AMPERE),
+    Spill(80, "gk wide", "scores_in_blocks", 1064, _AMPERE),
+    Spill(80, "gk wide", "gated_rows", 296, _AMPERE),
+    Spill(80, "gk wide", "scan_rows", 928, _AMPERE),
+    Spill(80, "g wide", "head_gate_backward", 296, _AMPERE),
+    Spill(80, "g broad", "head_gate_backward", 128, _AMPERE),
+    Spill(80, "g broad", "scan_rows", 840, _AMPERE),
+    Spill(80, "gk", "weak_rows", 88, _AMPERE),
+    Spill(80, "gk", "weak_axis", 528, _AMPERE),
+    Spill(80, "gk wide", "weak_rows", 416, _AMPERE),
+    Spill(80, "gk wide", "weak_axis", 592, _AMPERE),
+    Spill(80, "gk gv", "scan_states", 512, _AMPERE),
+    Spill(80, "gk gv forward", "gated_rows", 136, _AMPERE),
+    Spill(80, "gk gv forward", "scan_states", 512, _AMPERE),
+    Spill(80, "gk gv", "weak_axis", 432, _AMPERE),
+    Spill(80, "gk gv", "gated_axis", 192, _AMPERE),
+    Spill(80, "all float32", "state_scan", 128, _EXACT),
+    Spill(80, "all float32", "general_gated_axis", 1536, _EXACT),
 ]
 
 

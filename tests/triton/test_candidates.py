@@ -10,14 +10,15 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-import ejkernel.kernels._triton.recurrent._launch  # noqa: F401  # a module whose triton_call is replaced below
-from benchmarks.triton_resources import arguments
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._linear.platform_function import recurrent_problem
-from ejkernel.kernels._triton.recurrent import recurrent
-from ejkernel.kernels._triton.recurrent._candidates import MOST, candidates, refusal
+from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
+from ejkernel.kernels._triton import recurrent
+from ejkernel.kernels._triton.linear import TritonLinear
+from ejkernel.kernels._triton.linear._platform import MOST
+from ejkernel.testing.triton_calls import arguments
 from tests.triton.processes import outside
 
+TRITON = TritonLinear()
 GATES = [(), ("g",), ("g_gamma",), ("gk",), ("gv",), ("gk", "gv")]
 FIELDS = {"block_q": 32, "block_k": 16, "block_d": 16, "num_warps": 8, "num_stages": 5}
 ISSUE = {  # K, V, gates of the shapes that are tuned
@@ -36,6 +37,7 @@ def launches(monkeypatch, gates, cfg, K=128, V=128):
     seen: list[tuple[str, str]] = []
 
     def note(*args, kernel, out_shape, **options):
+        options = {name: x for name, x in options.items() if name != "arguments"}
         seen.append((kernel.fn.__name__, str(sorted(options.items(), key=str))))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
 
@@ -59,7 +61,7 @@ def test_every_field_has_an_effect_or_is_refused(gates, schedule, size, monkeypa
     assert usual
     for field, value in FIELDS.items():
         cfg = dataclasses.replace(plain, **{field: value})
-        if refusal(problem(gates, *size), cfg) is None:
+        if TRITON.refuses(problem(gates, *size), cfg) is None:
             assert launches(monkeypatch, gates, cfg, *size) != usual, field
         else:
             with pytest.raises(ValueError, match=field):
@@ -77,15 +79,15 @@ def test_refusals():
 @pytest.mark.parametrize(("size", "gates"), [(size, g) for size, kinds in ISSUE.items() for g in kinds], ids=str)
 def test_candidates_are_few_distinct_and_legal(size, gates):
     call = problem(gates, *size)
-    found = candidates(call)
+    found = TRITON.candidates(call)
     assert 4 <= len(found) <= MOST
     assert len(set(found)) == len(found)
-    assert all(refusal(call, cfg) is None and cfg.platform == "triton" for cfg in found)
+    assert all(TRITON.refuses(call, cfg) is None and cfg.platform == "triton" for cfg in found)
 
 
 def test_candidates_compile():
     """Those of the gate with the largest tiles; of all calls: python -m benchmarks.triton_resources --candidates"""
     text = outside("-m", "benchmarks.triton_resources", "--candidates", "--json", "--capability", "90", "--calls", "gk")
     entries = [json.loads(line) for line in text.splitlines()]
-    assert len({e["config"] for e in entries}) == len(candidates(problem(("gk",))))
+    assert len({e["config"] for e in entries}) == len(TRITON.candidates(problem(("gk",))))
     assert not [e for e in entries if e["lowered"]]  # a named number of stages that does not fit is an error

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from benchmarks.triton_resources import CALLS
+from ejkernel.testing.triton_calls import CALLS
 from tests.triton.processes import outside
 from tests.triton.spills import outdated, unexplained
 
-# All of benchmarks.triton_resources.CALLS and "decode", in groups that take about as long (25 s where nothing is cached).
+# All of ejkernel.testing.triton_calls.CALLS and "decode", in groups that take about as long (25 s where nothing is cached).
 GROUPS = [
     ["none", "gk", "g broad", "g float16", "decode"],
     ["g", "g_gamma", "gk wide", "g wide"],

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._triton.recurrent import recurrent
+from ejkernel.kernels._triton import recurrent
 from ejkernel.testing.compare import LINEAR_TOLERANCES, relative_rms
 from tests.triton.linear_cases import GATES, INTERPRETED, Case
 from tests.triton.linear_reference import value_and_grads

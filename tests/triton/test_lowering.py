@@ -12,10 +12,10 @@ from tests.triton.processes import outside
 LOWER = """
 import json
 import jax, jax.numpy as jnp
-from benchmarks.triton_resources import arguments
+from ejkernel.testing.triton_calls import arguments
 from ejkernel.callib import compile_for
 from ejkernel.kernels._triton.lightning_attn import lightning_attn
-from ejkernel.kernels._triton.recurrent import recurrent
+from ejkernel.kernels._triton import recurrent
 from ejkernel.kernels._triton.recurrent_gla import recurrent_gla
 
 def lower(f, *args, **options):

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from ejkernel.kernels._triton.recurrent import recurrent
+from ejkernel.kernels._triton import recurrent
 from ejkernel.testing.compare import assert_close
 from ejkernel.testing.linear_cases import CASES
 

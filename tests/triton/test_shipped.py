@@ -1,4 +1,4 @@
-"""What benchmarks.tune_gpu writes is what a GPU of that kind finds, and what is shipped can be read."""
+"""What tuning writes is what a GPU of that kind finds, and what is shipped can be read."""
 
 import json
 
@@ -7,17 +7,19 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from benchmarks import tune_gpu
+from ejkernel._device import Device, on_device
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.modules import GLAttention, LightningAttention, RecurrentAttention, gla_attention, recurrent_attention
 from ejkernel.ops import ConfigCache, Tuner
 from ejkernel.ops.collecting import collecting
 from ejkernel.ops.config import shipped
 from ejkernel.ops.config.codec import from_fields
-from ejkernel.ops.config.exchange import read
+from ejkernel.ops.config.shipped import HEURISTIC, read
 from ejkernel.ops.tuner import Tuned
+from ejkernel.testing import linear_gpu, shipping
 
 CLASSES = {kernel.op_id: kernel._config_cls for kernel in (RecurrentAttention, GLAttention, LightningAttention)}
+H200 = Device("gpu", "NVIDIA H200", 90)
 WINNER = {"block_d": 32, "platform": "triton", "backend": "gpu"}
 
 
@@ -33,9 +35,9 @@ def written(tmp_path, monkeypatch, on_h200):
     monkeypatch.setattr(Tuner, "tune", lambda self, inv, validate_backward: Tuned(config, {"time": "2026"}))
     cache = ConfigCache()
     for name in ("8x2048x16x128x128 gk", "packed 32768x16x128x128 g_gamma"):
-        tune_gpu.tune_call(tune_gpu.calls()[name], Tuner(), False, cache)
-    tune_gpu.write(tmp_path / "h200.json", cache)
-    tune_gpu.write(tmp_path / "h200.json", cache)  # a second run replaces, it does not repeat
+        shipping.tune_call(linear_gpu.calls()[name], Tuner(), False, cache)
+    shipping.write(tmp_path / "h200.json", "NVIDIA H200", cache)
+    shipping.write(tmp_path / "h200.json", "NVIDIA H200", cache)  # a second run replaces, it does not repeat
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     shipped._defaults.cache_clear()
     yield tmp_path / "h200.json"
@@ -53,17 +55,17 @@ def found(function, arrays):
 
 def test_an_h200_finds_what_was_written(written):
     assert len(read(written)) == 5  # recurrent twice, gla twice, lightning once
-    arrays = tune_gpu.calls()["8x2048x16x128x128 gk"]
+    arrays = linear_gpu.calls()["8x2048x16x128x128 gk"]
     assert found(recurrent_attention, arrays) == RecurrentAttention._config_cls(**WINNER)
     arrays["g"] = arrays.pop("gk")
     assert found(gla_attention, arrays) == GLAttention._config_cls(**WINNER)
-    assert found(recurrent_attention, tune_gpu.calls()["8x2048x16x128x128 g"]) is None
+    assert found(recurrent_attention, linear_gpu.calls()["8x2048x16x128x128 g"]) is None
 
 
 def test_calls_are_the_benchmarks_and_a_decode_step():
-    names = tune_gpu.calls()
-    assert len(names) == len(tune_gpu.rows()) + 1
-    assert tune_gpu.problem_of(names["decode gk"]).shape == (128, 1, 16, 128, 128)
+    names = linear_gpu.calls()
+    assert len(names) == len(linear_gpu.rows()) + 1
+    assert shipping.problem_of(names["decode gk"]).shape == (128, 1, 16, 128, 128)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +74,17 @@ def test_calls_are_the_benchmarks_and_a_decode_step():
 def test_every_entry_is_a_configuration(file, written):
     entries = read(file or written)
     assert entries
-    for key, fields, _ in entries:
-        operation = json.loads(key)["op"]
-        if operation in CLASSES:
-            assert isinstance(from_fields(CLASSES[operation], fields), LinearConfig)
+    for call, won in entries.items():
+        operation = json.loads(call)["op"]
+        if operation in CLASSES and won != HEURISTIC:
+            assert isinstance(from_fields(CLASSES[operation], won["config"]), LinearConfig)
 
 
-@pytest.mark.parametrize("name", tune_gpu.calls())
+@pytest.mark.parametrize("name", linear_gpu.calls())
 def test_the_benchmarks_calls_are_tuned_for_an_h200(name, on_h200):
-    for inv in tune_gpu.invocations(tune_gpu.calls()[name]):  # recurrent, and gla and lightning where they make the call
-        fields, record = shipped.shipped_default(inv)
-        assert fields["platform"] == "triton"
-        assert fields["schedule"] == ("recurrent" if name.startswith("decode") else "chunked")
+    for inv in shipping.invocations(linear_gpu.calls()[name]):  # recurrent, and gla and lightning where they make the call
+        with on_device(H200):
+            config, record = shipped.shipped_default(inv)
+        assert config.platform == "triton"
+        assert config.schedule == ("recurrent" if name.startswith("decode") else "chunked")
         assert record["shipped_for"] == "h200"

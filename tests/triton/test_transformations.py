@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 
 from ejkernel.callib import _interpreted
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._triton.recurrent import recurrent
+from ejkernel.kernels._triton import recurrent
 from ejkernel.testing.compare import relative_rms
 from tests.triton.linear_cases import Case
 from tests.triton.processes import outside

@@ -89,6 +89,19 @@ def test_from_traced_cu_seqlens_needs_a_total():
         jax.jit(MaskInfo.from_cu_seqlens)(jnp.array([0, 3, 7]))
 
 
+@pytest.mark.parametrize("cu_seqlens", [[0, 3, 7], (0, np.int8(3), 7), np.array([0, 3, 7], np.uint8)])
+def test_offsets_that_are_known_inside_jit_need_no_total(cu_seqlens):
+    info = jax.jit(lambda: MaskInfo.from_cu_seqlens(cu_seqlens))()
+    np.testing.assert_array_equal(info.q_segment_ids, [[0, 0, 0, 1, 1, 1, 1]])
+    with pytest.raises(ValueError, match="cu_seqlens must not exceed total, 6; got 7 last"):
+        jax.jit(lambda: MaskInfo.from_cu_seqlens(cu_seqlens, 6))()
+
+
+def test_traced_offsets_are_taken_at_their_word():
+    rows = jax.vmap(lambda cu: MaskInfo.from_cu_seqlens(cu, 4).q_segment_ids[0])(jnp.array([[0, 1, 4], [0, 2, 9]]))
+    np.testing.assert_array_equal(rows, [[0, 1, 1, 1], [0, 0, 1, 1]])
+
+
 def test_bias(packed):
     bias = np.asarray(packed.bias)
     assert bias.dtype == np.float32
@@ -163,6 +176,76 @@ def test_apply_chunked(packed):
     np.testing.assert_array_equal(got, expected)
 
 
+SQUARE = np.random.default_rng(1).random((5, 2, 3, 5)) < 0.8  # as many rows as keys, where a wrong broadcast goes unseen
+ROWS = np.array([0, 2, -1, 4, -3])
+APPLIED = {
+    "causal": (lambda info, offset: info.apply_causal(offset), lambda q, k: k <= q),
+    "window": (lambda info, offset: info.apply_sliding_window((2, 1), offset), lambda q, k: (q - 2 <= k) & (k <= q + 1)),
+    "chunked": (lambda info, offset: info.apply_chunked(2, offset), lambda q, k: k // 2 == q // 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int64])
+@pytest.mark.parametrize("name", APPLIED)
+def test_an_offset_for_each_row(name, dtype):
+    apply, keeps = APPLIED[name]
+    i, j = np.arange(3)[None, None, :, None], np.arange(5)[None, None, None, :]
+    expected = SQUARE & keeps(i + ROWS[:, None, None, None], j)
+    info = MaskInfo.from_attention_mask(SQUARE)
+    offsets = ROWS.astype(dtype)
+    np.testing.assert_array_equal(apply(info, offsets).attention_mask, expected)
+    np.testing.assert_array_equal(jax.jit(lambda offset: apply(info, offset).attention_mask)(offsets), expected)
+    one_row = jax.vmap(lambda mask, offset: apply(MaskInfo.from_attention_mask(mask[None]), offset).attention_mask[0])
+    np.testing.assert_array_equal(one_row(SQUARE, offsets), expected)
+    np.testing.assert_array_equal(apply(info, dtype(2)).attention_mask, apply(info, 2).attention_mask)
+
+
+def test_windows_and_chunks_may_be_numpy_or_traced_numbers(packed):
+    window = lambda left, right: packed.apply_sliding_window((left, right)).attention_mask
+    np.testing.assert_array_equal(window(np.int8(2), jnp.int32(1)), window(2, 1))
+    np.testing.assert_array_equal(jax.jit(window)(2, 1), window(2, 1))
+    sizes = jnp.array([1, 2, 5])
+    chunked = lambda size: packed.apply_chunked(size).attention_mask
+    np.testing.assert_array_equal(jax.vmap(chunked)(sizes), np.stack([chunked(int(size)) for size in sizes]))
+    np.testing.assert_array_equal(chunked(np.int64(2)), chunked(2))
+
+
+@pytest.mark.parametrize("far", [2**31 - 1, 2**40])
+def test_a_window_beyond_every_position_keeps_everything(packed, far):
+    np.testing.assert_array_equal(packed.apply_sliding_window(far).attention_mask, mask_of(packed))
+    np.testing.assert_array_equal(packed.apply_chunked(far).attention_mask, mask_of(packed))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int8])
+def test_positions_of_any_integer_dtype_may_be_moved_below_0(dtype):
+    info = MaskInfo.from_segments(np.zeros((1, 4), int), q_positions=np.arange(4, dtype=dtype)[None])
+    expected = np.arange(4)[None, :] <= np.arange(4)[:, None] - 2
+    np.testing.assert_array_equal(info.apply_causal(-2).attention_mask[0, 0], expected)
+    np.testing.assert_array_equal(info.apply_sliding_window((200, 0), -2).attention_mask[0, 0], expected)
+    assert all(jnp.issubdtype(positions.dtype, jnp.signedinteger) for positions in info.compared_positions())
+
+
+STRICT = {
+    "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
+    "ranks": lambda: jax.numpy_rank_promotion("raise"),
+    "x64": lambda: jax.enable_x64(True),
+}
+
+
+@pytest.mark.parametrize("setting", STRICT)
+def test_strict_settings(setting):
+    def restricted():
+        info = MaskInfo.from_segments(jnp.asarray(IDS))
+        return mask_of(info.apply_causal(ROWS[:2]).apply_sliding_window(1).apply_chunked(2).apply_kv_lengths(np.array([3, 5])))
+
+    expected = restricted()
+    with STRICT[setting]():
+        np.testing.assert_array_equal(restricted(), expected)
+        packed = MaskInfo.from_cu_seqlens(np.array([0, 3, 7]), np.int64(9)).apply_causal()
+        MaskInfo.from_attention_mask(MaskInfo.from_segments(IDS).get_or_compute_attention_mask()).get_or_compute_segment_ids()
+    assert packed.attention_mask.sum() == 6 + 10
+
+
 def test_positions_decide_when_they_are_given():
     info = MaskInfo.from_attention_mask(np.ones((1, 1, 2, 5), bool)).replace(q_positions=jnp.array([[3, 4]]))
     np.testing.assert_array_equal(info.apply_causal().attention_mask[0, 0], [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
@@ -226,6 +309,35 @@ def test_visualize(packed, capsys):
         (lambda: MaskInfo.from_segments(IDS, IDS[:1]), ValueError, "kv_segment_ids must have q_segment_ids' batch 2"),
         (lambda: MaskInfo.from_segments(IDS, q_positions=IDS[:, :2]), ValueError, r"q_positions must be \[2, 6\]"),
         (lambda: MaskInfo.from_cu_seqlens(np.ones((2, 2), int)), ValueError, r"cu_seqlens must be integers \[N\+1\]"),
+        (lambda: MaskInfo.from_cu_seqlens([1, 3]), ValueError, "cu_seqlens must start at 0; got 1 first"),
+        (
+            lambda: MaskInfo.from_cu_seqlens(np.array([0, 4, 3], np.uint8)),
+            ValueError,
+            "not decrease; got 4 before 3 at index 2",
+        ),
+        (lambda: MaskInfo.from_cu_seqlens([0, 5], 4), ValueError, "cu_seqlens must not exceed total, 4; got 5 last"),
+        (lambda: MaskInfo.from_cu_seqlens([0, [1, 2]]), TypeError, r"cu_seqlens must be an array; got \[0, \[1, 2\]\]"),
+        (lambda: MaskInfo.from_cu_seqlens([0, 5], -1), ValueError, "total must be at least 0; got -1"),
+        (lambda: MaskInfo.from_cu_seqlens([0, 5], 5.0), TypeError, "total must be an int; got 5.0"),
+        (lambda: MaskInfo.from_segments(IDS).apply_causal(np.ones(6, int)), ValueError, r"offset must be a number or \[2\]"),
+        (lambda: MaskInfo.from_segments(IDS).apply_causal(np.ones((2, 1), int)), ValueError, r"got shape \[2, 1\]"),
+        (lambda: MaskInfo.from_segments(IDS).apply_chunked(2, [1]), ValueError, r"offset .* got shape \[1\]"),
+        (lambda: MaskInfo.from_segments(IDS).apply_causal(1.5), TypeError, "offset must be an int or integers"),
+        (lambda: MaskInfo.from_segments(IDS).apply_causal(True), TypeError, "offset must be an int or integers"),
+        (lambda: MaskInfo.from_segments(IDS).apply_causal(2**40), TypeError, "offset must be an array; got 1099511627776"),
+        (lambda: MaskInfo.from_segments(IDS).apply_sliding_window(np.ones(2, int)), TypeError, r"window .* got int64\[2\]"),
+        (lambda: MaskInfo.from_segments(IDS).apply_sliding_window((1, 2.0)), TypeError, "window must be an int .* got 2.0"),
+        (lambda: MaskInfo.from_segments(IDS).apply_chunked(True), TypeError, "chunk_size must be an int .* got True"),
+        (lambda: MaskInfo.from_segments(IDS).apply_chunked(np.int8(0)), ValueError, "chunk_size must be at least 1; got 0"),
+        (
+            lambda: jax.jit(MaskInfo.from_segments(IDS).apply_chunked)(jnp.ones(2, int)),
+            TypeError,
+            r"chunk_size .* got int32\[2\]",
+        ),
+        (lambda: MaskInfo.from_segments(IDS).apply_kv_lengths(np.ones(2)), TypeError, "lengths must be integers; got float32"),
+        (lambda: MaskInfo.from_segments(IDS).apply_token_type_ids((IDS,) * 3), ValueError, "got a tuple of 3"),
+        (lambda: MaskInfo.from_segments(IDS) & MaskInfo.from_segments(IDS[:, :1]), ValueError, "masks that are combined"),
+        (lambda: MaskInfo.from_segments(IDS) | MaskInfo.from_segments(IDS[:, :5]), ValueError, "masks that are combined"),
         (lambda: MaskInfo().shape, ValueError, "neither attention_mask nor both"),
         (lambda: MaskInfo.from_segments(IDS).apply_sliding_window(-1), ValueError, "window must not be negative"),
         (lambda: MaskInfo.from_segments(IDS).apply_sliding_window((1, 2, 3)), TypeError, "window must be an int or a pair"),

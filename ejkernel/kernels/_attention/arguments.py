@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
 from ejkernel._meshes import repeat
+from ejkernel._numbers import as_array, as_dtype, as_flag, as_float
 from ejkernel.types.mask import MaskInfo
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -37,11 +37,6 @@ class Shape(NamedTuple):
         return f"[1|{self.batch}, {heads}, 1|{self.q_len}, 1|{self.kv_len}] (batch, heads, queries, keys)"
 
 
-def as_array(x: Any) -> Array:
-    """The argument as a JAX array; calls outside `jit` pay for every conversion, even for one that changes nothing."""
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
-
-
 @functools.cache
 def accumulation_dtype(dtype: Any) -> Any:
     """Float32, or float64 when `dtype` is; without JAX's promotion, which may be set to refuse."""
@@ -50,7 +45,7 @@ def accumulation_dtype(dtype: Any) -> Any:
 
 def operands(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Array, Array, Array]:
     """Query, key and value in the compute dtype, their shapes checked against each other."""
-    arrays = {name: as_array(x) for name, x in (("query", query), ("key", key), ("value", value))}
+    arrays = {name: as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     for name, x in arrays.items():
         if x.ndim != 4:
             raise ValueError(f"{name} must be rank 4 [batch, length, heads, channels]; got shape {list(x.shape)}.")
@@ -69,7 +64,7 @@ def operands(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Array, Array
     if q.shape[3] == 0:
         raise ValueError("query and key must have at least one channel; got 0.")
     if dtype is not None:
-        compute = jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+        compute = jax.dtypes.canonicalize_dtype(as_dtype("dtype", dtype))
     else:
         compute = q.dtype if q.dtype == k.dtype == v.dtype else jnp.result_type(q, k, v)
     if compute.name not in _DTYPES:
@@ -82,11 +77,11 @@ def scale(softmax_scale: Any, head_dim: int) -> tuple[float, Array | None]:
     """`(number, None)`, or `(1.0, scalar)` when it is traced; None means `head_dim ** -0.5`."""
     if softmax_scale is None:
         return head_dim**-0.5, None
-    if np.ndim(softmax_scale) != 0:
-        raise ValueError(f"softmax_scale must be a number or a scalar array; got shape {list(np.shape(softmax_scale))}.")
+    if isinstance(softmax_scale, jax.Array) and softmax_scale.shape != ():
+        raise ValueError(f"softmax_scale must be a number or a scalar array; got shape {list(softmax_scale.shape)}.")
     if isinstance(softmax_scale, jax.core.Tracer):
         return 1.0, softmax_scale
-    return float(softmax_scale), None
+    return as_float("softmax_scale", softmax_scale), None
 
 
 def soft_cap(cap: Any) -> float | None:
@@ -95,14 +90,15 @@ def soft_cap(cap: Any) -> float | None:
         return None
     if isinstance(cap, jax.core.Tracer):
         raise TypeError("logits_soft_cap must be a number that is known while tracing; got a traced value.")
-    if not float(cap) > 0:
+    number = as_float("logits_soft_cap", cap)
+    if not number > 0:
         raise ValueError(f"logits_soft_cap must be positive (None: no cap); got {cap}.")
-    return float(cap)
+    return number
 
 
 def softmax_dtype(dtype: Any, default: Any) -> Any:
     """The softmax's dtype; None means `default`."""
-    chosen = jnp.dtype(default) if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+    chosen = jnp.dtype(default) if dtype is None else jax.dtypes.canonicalize_dtype(as_dtype("softmax_dtype", dtype))
     if chosen.name not in _DTYPES:
         raise TypeError(f"softmax_dtype must be None or one of {', '.join(_DTYPES)}; got {chosen.name}.")
     return chosen
@@ -110,7 +106,7 @@ def softmax_dtype(dtype: Any, default: Any) -> Any:
 
 def bias(value: Any, shape: Shape) -> Float[Array, "b h t s"]:
     """A bias of rank 4; lower ranks broadcast from the right, as NumPy does."""
-    value = as_array(value)
+    value = as_array("bias", value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"bias must be floating point; got {value.dtype}. A boolean mask goes to attention_mask.")
     if value.ndim > 4:
@@ -120,7 +116,7 @@ def bias(value: Any, shape: Shape) -> Float[Array, "b h t s"]:
 
 def mask(argument: str, value: Any, shape: Shape) -> Bool[Array, "b h t s"]:
     """A mask of rank 4, from `[B, S]`, `[B, T, S]` or `[B, heads, T, S]`."""
-    value = as_array(value)
+    value = as_array(argument, value)
     if value.dtype != bool:
         raise TypeError(f"{argument} must be bool (True = attend); got {value.dtype}. An additive mask goes to bias.")
     if value.ndim == 2:
@@ -163,7 +159,7 @@ def mask_info(info: MaskInfo, shape: Shape) -> None:
 
 def sinks(softmax_aux: Any, shape: Shape, dtype: Any) -> Float[Array, " H"] | None:
     """The sinks of each head as one logit, the log of the sum of their exponentials."""
-    softmax_aux = as_array(softmax_aux)
+    softmax_aux = as_array("softmax_aux", softmax_aux)
     if not jnp.issubdtype(softmax_aux.dtype, jnp.floating):
         raise TypeError(f"softmax_aux must be floating point; got {softmax_aux.dtype}.")
     rows = softmax_aux[None] if softmax_aux.ndim == 1 else softmax_aux
@@ -186,10 +182,14 @@ def sinks(softmax_aux: Any, shape: Shape, dtype: Any) -> Float[Array, " H"] | No
 
 def dropout_words(shape: Shape, deterministic: bool, prob: float, rng: Any) -> UInt32[Array, "B H T 2"] | None:
     """Two random words for every row of weights, or None when nothing is dropped."""
-    if isinstance(prob, jax.core.Tracer) or not 0.0 <= float(prob) < 1.0:
+    if isinstance(prob, jax.core.Tracer) or not 0.0 <= as_float("dropout_prob", prob) < 1.0:
         raise ValueError(f"dropout_prob must be a known number of at least 0 and below 1; got {prob}.")
-    if deterministic or float(prob) == 0.0:
+    if as_flag("deterministic", deterministic) or float(prob) == 0.0:
         return None
     if rng is None:
         raise ValueError("dropout_rng must be given when deterministic=False and dropout_prob > 0; got None.")
-    return jax.random.bits(rng, (shape.batch, shape.heads, shape.q_len, 2), jnp.uint32)
+    try:
+        return jax.random.bits(rng, (shape.batch, shape.heads, shape.q_len, 2), jnp.uint32)
+    except (TypeError, ValueError) as problem:
+        why = str(problem).splitlines()[0]
+        raise TypeError(f"dropout_rng must be one key, as jax.random.key gives it; got {rng!r} ({why})") from None

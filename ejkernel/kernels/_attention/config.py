@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+from ejkernel._numbers import is_int
 from ejkernel.kernels._registry import as_backend, as_platform
 
 Schedule = Literal["direct", "blockwise", "fused"]
@@ -48,7 +49,9 @@ class AttentionConfig:
                     raise ValueError(f"{name} must be None with schedule {self.schedule!r}, which has no blocks; got {size}.")
             elif size is None:
                 object.__setattr__(self, name, DEFAULT_BLOCK)
-            elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            elif not is_int(size) or size < 1:
                 raise ValueError(f"{name} must be an int of at least 1; got {size!r}.")
+            else:
+                object.__setattr__(self, name, int(size))
         as_platform(self.platform)
         as_backend(self.backend)

@@ -16,9 +16,10 @@ class Packing(NamedTuple):
     """Where the tokens of N segments are among all B * T queries and B * S keys, in their order.
 
     Attributes:
-        q_rows: `[N, Lq]`, the queries of each segment, Lq even; what is beyond its length repeats token 0.
+        q_rows: `[N, Lq]`, the queries of each segment; what is beyond its length repeats token 0. N, Lq and Lk are rounded up
+            (`_rounded`), so that few packings compile anew.
         kv_rows: `[N, Lk]`, the keys likewise.
-        q_lengths: `[N]`, how many queries a segment has; at least 1, as for keys.
+        q_lengths: `[N]`, how many queries a segment has; at least 1, as for keys. Rows beyond the last segment have 1.
         kv_lengths: `[N]`.
         back: `[B * T]`, where each query is in `q_rows` (flat); -1 for queries without keys, and padding.
     """
@@ -57,6 +58,41 @@ class Packing(NamedTuple):
         return jnp.where((self.back >= 0)[:, None, None], found, 0).reshape(*like[:3], x.shape[3])
 
 
+class Packed(NamedTuple):
+    """A MaskInfo together with its packing, which has to be found before the ids are traced."""
+
+    info: MaskInfo
+    packing: Packing
+
+
+def packed(info: MaskInfo, batch: int) -> MaskInfo | Packed:
+    """The same information with its packing, where there is one."""
+    packing = Packing.of(info, batch)
+    return info if packing is None else Packed(info, packing)
+
+
+def everything(info: MaskInfo | Packed) -> MaskInfo | Packed:
+    """Information of the same shapes that hides nothing: one segment, counted positions, full rows."""
+    if isinstance(info, Packed):
+        packing = info.packing
+        q_lengths = jnp.full_like(packing.q_lengths, packing.q_rows.shape[1])
+        kv_lengths = jnp.full_like(packing.kv_lengths, packing.kv_rows.shape[1])
+        return Packed(everything_of(info.info), packing._replace(q_lengths=q_lengths, kv_lengths=kv_lengths))
+    return everything_of(info)
+
+
+def everything_of(info: MaskInfo) -> MaskInfo:
+    """A MaskInfo of the same shapes that hides nothing."""
+    counted = lambda x: None if x is None else jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=x.dtype), x.shape)
+    fields: dict[str, Any] = {"q_positions": counted(info.q_positions), "kv_positions": counted(info.kv_positions)}
+    if info.attention_mask is not None:
+        fields["attention_mask"] = jnp.ones_like(info.attention_mask)
+    for name in ("q_segment_ids", "kv_segment_ids"):
+        if getattr(info, name) is not None:
+            fields[name] = jnp.zeros_like(getattr(info, name))
+    return info.replace(**{name: x for name, x in fields.items() if x is not None})
+
+
 def _traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
@@ -88,9 +124,20 @@ def _gather(
     inside = (names[segment] == found) & (ids >= 0)
     segment, place, token = segment[inside], rank[inside], np.flatnonzero(inside)
     lengths = np.bincount(segment, minlength=names.size)
-    longest = int(np.max(lengths))
-    rows = np.zeros((names.size, longest + longest % 2), np.int64)  # even: cuDNN's gradient takes no odd lengths
+    count, longest = _rounded(names.size), _rounded(int(np.max(lengths)))
+    rows = np.zeros((count, longest + longest % 2), np.int64)  # even: cuDNN's gradient takes no odd lengths
     rows[segment, place] = token
+    lengths = np.concatenate([lengths, np.ones(count - names.size, lengths.dtype)])
     back = np.full(ids.size, -1)
     back[token] = segment * rows.shape[1] + place
     return rows, lengths, back
+
+
+def _rounded(size: int) -> int:
+    """A size up to the next quarter of a power of two: at most a quarter is padding, and sizes are few.
+
+    >>> [_rounded(n) for n in (1, 5, 16, 17, 33, 100, 1000, 1025)]
+    [1, 5, 16, 20, 40, 112, 1024, 1280]
+    """
+    step = max(1, (1 << (size - 1).bit_length()) // 8) if size > 1 else 1
+    return -(-size // step) * step

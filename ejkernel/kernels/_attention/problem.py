@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from ejkernel._device import Device, device_of
+from ejkernel._numbers import as_flag
 from ejkernel.kernels._attention import arguments as check
-from ejkernel.kernels._attention.packing import Packing
+from ejkernel.kernels._attention.packing import Packed, Packing
 from ejkernel.types.mask import MaskInfo, as_window
 
 
@@ -43,6 +45,7 @@ class AttentionProblem:
         dropout_prob: the probability that a weight is dropped; 0 without `dropout_words`.
         softmax_dtype: logits and exponentials are in this dtype; sums are in float32 or wider.
         return_weights: whether the weights `[B, H, T, S]` are wanted beside the output.
+        device: where the call computes.
     """
 
     query: Float[Array, "B T H D"]
@@ -65,6 +68,7 @@ class AttentionProblem:
     dropout_prob: float = 0.0
     softmax_dtype: Any = np.dtype("float32")  # noqa: RUF009 (immutable)
     return_weights: bool = True
+    device: Device = dataclasses.field(default_factory=lambda: device_of(()))
 
     @property
     def batch(self) -> int:
@@ -126,7 +130,7 @@ class AttentionProblem:
         dropout_rng: Array | None = None,
         softmax_aux: Float[Array, " ..."] | None = None,
         *,
-        mask_info: MaskInfo | None = None,
+        mask_info: MaskInfo | Packed | None = None,
         attention_mask: Bool[Array, " ..."] | None = None,
         init_bias: Callable[[], Array] | None = None,
         deterministic: bool = True,
@@ -143,10 +147,12 @@ class AttentionProblem:
         query, key, value = check.operands(query, key, value, dtype)
         shape = check.Shape.of(query, key)
         if bias is None and init_bias is not None and attention_mask is None and mask_info is None:
+            if not callable(init_bias):
+                raise TypeError(f"init_bias must be a function that gives the bias; got {init_bias!r}.")
             bias = init_bias()
         scale, traced_scale = check.scale(softmax_scale, shape.head_dim)
         left, right = (None, None) if sliding_window is None else as_window("sliding_window", sliding_window)
-        right = 0 if causal else right
+        right = 0 if as_flag("causal", causal) else right
         accumulation = check.accumulation_dtype(query.dtype)
         words = check.dropout_words(shape, deterministic, dropout_prob, dropout_rng)
         problem = cls(
@@ -164,14 +170,20 @@ class AttentionProblem:
             soft_cap=check.soft_cap(logits_soft_cap),
             dropout_prob=0.0 if words is None else float(dropout_prob),
             softmax_dtype=check.softmax_dtype(softmax_dtype, accumulation),
-            return_weights=bool(return_weights),
+            return_weights=as_flag("return_weights", return_weights),
+            device=device_of((query, key, value)),
         )
         return problem._masked_by(mask_info, shape)._without_idle_bounds()
 
-    def _masked_by(self, info: MaskInfo | None, shape: check.Shape) -> AttentionProblem:
+    def _masked_by(self, info: MaskInfo | Packed | None, shape: check.Shape) -> AttentionProblem:
         """With the mask or segments of a MaskInfo, and its positions where something compares them."""
         if info is None:
             return self
+        packing = None
+        if isinstance(info, Packed):
+            info, packing = info
+        elif self.device.backend == "gpu" and isinstance(info, MaskInfo):  # nothing else reads it
+            packing = Packing.of(info, self.batch)
         if not isinstance(info, MaskInfo):
             raise TypeError(f"mask_info must be a MaskInfo; got {type(info).__name__}. A plain array goes to attention_mask.")
         check.mask_info(info, shape)
@@ -181,7 +193,7 @@ class AttentionProblem:
             fields["mask"] = mask if self.mask is None else check.both(self.mask, mask, shape)
         else:
             fields["q_segment_ids"], fields["kv_segment_ids"] = info.q_segment_ids, info.kv_segment_ids
-            fields["packing"] = Packing.of(info, self.batch)
+            fields["packing"] = packing
         by_position = info.q_segment_ids is not None or info.q_positions is not None or info.kv_positions is not None
         if by_position and (self.left is not None or self.right is not None):
             fields["q_positions"], fields["kv_positions"] = info.compared_positions()
@@ -228,7 +240,7 @@ class AttentionProblem:
         return self.batch * self.heads * self.q_len * self.kv_len
 
 
-_STATIC = ("scale", "left", "right", "soft_cap", "dropout_prob", "softmax_dtype", "return_weights")
+_STATIC = ("scale", "left", "right", "soft_cap", "dropout_prob", "softmax_dtype", "return_weights", "device")
 jax.tree_util.register_dataclass(
     AttentionProblem,
     data_fields=[field.name for field in dataclasses.fields(AttentionProblem) if field.name not in _STATIC],

@@ -1,5 +1,5 @@
-"""The cuda platform: libraries and kernels for NVIDIA GPUs."""
+"""The cuda platform: NVIDIA's own libraries."""
 
-from ejkernel.kernels._cuda.attention import attention
+from ejkernel.kernels._aliases import offer
 
-__all__ = ["attention"]
+__all__ = offer(__name__, attention="attention")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel._meshes import repeat
+from ejkernel._numbers import as_array, as_flag, as_float, as_numpy, checked_offsets
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 _FLOAT_DTYPES = frozenset(jnp.dtype(name) for name in FLOATS)
@@ -40,13 +41,7 @@ class Dims:
 def float_array(name: str, x: Any) -> jax.Array:
     if x is None:
         raise TypeError(f"{name} must be an array; got None.")
-    if isinstance(x, jax.Array):  # converting it again would cost an eager call more than all checks together
-        array = x
-    else:
-        try:
-            array = jnp.asarray(x)
-        except TypeError as error:
-            raise TypeError(f"{name} must be an array of {', '.join(FLOATS)}; got {type(x).__name__}.") from error
+    array = as_array(name, x)
     if array.dtype not in _FLOAT_DTYPES:
         raise TypeError(f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}; got {array.dtype.name}.")
     return array
@@ -87,7 +82,7 @@ def sequences(cu: Any, q: jax.Array) -> int:
     """N: the batch, or what cu_seqlens packs (its own checks are in `cu_seqlens`)."""
     if cu is None:
         return q.shape[0]
-    shape = jnp.shape(cu)
+    shape = jnp.shape(offsets(cu))
     if len(shape) != 1 or shape[0] < 2:
         raise ValueError(f"cu_seqlens must be [sequences + 1] with at least one sequence; got {list(shape)}.")
     return shape[0] - 1
@@ -97,21 +92,28 @@ def cu_seqlens(cu: Any, q: jax.Array) -> jax.Array | None:
     """int32 offsets. Traced ones are taken at their word; concrete ones are checked for start, order and end."""
     if cu is None:
         return None
-    array = jnp.asarray(cu)
+    array = offsets(cu)
     if array.dtype.name not in ("int32", "int64"):
         raise TypeError(f"cu_seqlens must be int32 or int64; got {array.dtype.name}.")
     if q.shape[0] != 1:
         raise ValueError(f"query must have a batch of 1 when cu_seqlens packs the sequences; got {list(q.shape)}.")
-    if not isinstance(array, jax.core.Tracer):
-        offsets, tokens = np.asarray(array), q.shape[1]
-        if offsets[0] != 0:
-            raise ValueError(f"cu_seqlens must start at 0; got {offsets[0]} first.")
-        if (falls := np.flatnonzero(np.diff(offsets) < 0)).size:
-            at = int(falls[0])
-            raise ValueError(f"cu_seqlens must not decrease; got {offsets[at]} before {offsets[at + 1]} at index {at + 1}.")
-        if offsets[-1] != tokens:
-            raise ValueError(f"cu_seqlens must end at the number of tokens, {tokens}; got {offsets[-1]} last.")
-    return array.astype(jnp.int32)
+    offsets_in_order(array, q.shape[1])
+    return jnp.asarray(array, jnp.int32)
+
+
+def offsets(cu: Any) -> jax.Array | np.ndarray:
+    """`cu_seqlens` as an array; lists of ints are taken too, as numpy's, whose values stay known under `jit`."""
+    return cu if isinstance(cu, (jax.Array, np.ndarray)) else as_numpy("cu_seqlens", cu)
+
+
+def offsets_in_order(array: jax.Array | np.ndarray, tokens: int) -> None:
+    """ValueError unless offsets whose values are known start at 0, do not decrease and end at the number of tokens."""
+    if isinstance(array, jax.core.Tracer) or array.ndim != 1 or array.shape[0] < 2:
+        return
+    values = np.asarray(array)
+    checked_offsets("cu_seqlens", values)
+    if values[-1] != tokens:
+        raise ValueError(f"cu_seqlens must end at the number of tokens, {tokens}; got {values[-1]} last.")
 
 
 def gates(dims: Dims, g: Any, gk: Any, packed_rank3: bool) -> tuple[jax.Array | None, jax.Array | None]:
@@ -200,17 +202,12 @@ def scale(softmax_scale: Any, key_channels: int) -> tuple[float, jax.Array | Non
     if softmax_scale is None:
         return key_channels**-0.5, None
     if isinstance(softmax_scale, jax.Array):
-        if softmax_scale.shape != () or not jnp.issubdtype(softmax_scale.dtype, jnp.floating):
+        kinds = (jnp.floating, jnp.integer)
+        if softmax_scale.shape != () or not any(jnp.issubdtype(softmax_scale.dtype, kind) for kind in kinds):
             came = f"{softmax_scale.dtype.name}{list(softmax_scale.shape)}"
-            raise ValueError(f"softmax_scale must be a float or a float scalar array; got {came}.")
+            raise ValueError(f"softmax_scale must be a number or a scalar array; got {came}.")
         return 1.0, softmax_scale
-    try:
-        return float(softmax_scale), None
-    except (TypeError, ValueError):
-        raise TypeError(f"softmax_scale must be a float, a scalar array or None; got {softmax_scale!r}.") from None
+    return as_float("softmax_scale", softmax_scale), None
 
 
-def flag(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, known when the function is traced; got {value!r}.")
-    return bool(value)
+flag = as_flag

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+from ejkernel._numbers import is_int
 from ejkernel.kernels._registry import as_backend, as_platform
 
 Schedule = Literal["chunked", "recurrent"]
@@ -49,14 +50,17 @@ class LinearConfig:
     def __post_init__(self) -> None:
         if self.schedule not in get_args(Schedule):
             raise ValueError(f"schedule must be 'chunked' or 'recurrent'; got {self.schedule!r}.")
-        power_of_two = isinstance(self.block_q, int) and self.block_q > 0 and self.block_q & (self.block_q - 1) == 0
+        for name in ("block_q", *TILE_FIELDS):
+            if is_int(value := getattr(self, name)):
+                object.__setattr__(self, name, int(value))  # a numpy integer would be another configuration to a cache
+        power_of_two = type(self.block_q) is int and self.block_q > 0 and self.block_q & (self.block_q - 1) == 0
         if not power_of_two or self.block_q > MAX_BLOCK_Q:
             raise ValueError(
                 f"block_q must be a power of two from 1 to {MAX_BLOCK_Q}, since a chunk is halved down to single tokens; "
                 f"got {self.block_q!r}."
             )
         for name, legal in TILE_FIELDS.items():
-            if (value := getattr(self, name)) is not None and value not in legal:
+            if (value := getattr(self, name)) is not None and (type(value) is not int or value not in legal):
                 raise ValueError(f"{name} must be None or one of {', '.join(map(str, legal))}; got {value!r}.")
         as_platform(self.platform)
         as_backend(self.backend)

@@ -18,7 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel._device import Device, device_of
 from ejkernel.kernels._linear import checks
+
+DECODED_TOKENS = 16  # the most that a call of a decoder has: one, or a few that are verified together
 
 
 @jax.tree_util.register_dataclass
@@ -42,6 +45,7 @@ class LinearProblem:
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     reverse: bool = dataclasses.field(default=False, metadata={"static": True})
     packed_rank3: bool = dataclasses.field(default=False, metadata={"static": True})
+    device: Device = dataclasses.field(default_factory=lambda: device_of(()), metadata={"static": True})
 
     @classmethod
     def from_arguments(
@@ -82,6 +86,7 @@ class LinearProblem:
             scale=scale,
             reverse=checks.flag("reverse", reverse),
             packed_rank3=packed_rank3,
+            device=device_of((q, k, v)),
         )
 
     @property

@@ -1,8 +1,5 @@
 """The xla platform: plain JAX, for every device that XLA compiles for."""
 
-from ejkernel.kernels._xla.attention import attention
-from ejkernel.kernels._xla.lightning_attn import lightning_attn
-from ejkernel.kernels._xla.recurrent import recurrent
-from ejkernel.kernels._xla.recurrent_gla import recurrent_gla
+from ejkernel.kernels._aliases import offer
 
-__all__ = ["attention", "lightning_attn", "recurrent", "recurrent_gla"]
+__all__ = offer(__name__, recurrent="linear", recurrent_gla="linear", lightning_attn="linear", attention="attention")

@@ -1,88 +1,76 @@
-"""What the three linear operations share as kernels: which implementation runs, and what may be tuned."""
+"""What the linear operations share as kernels."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from ejkernel.kernels._linear import LinearConfig, LinearFunction, LinearProblem
-from ejkernel.kernels._registry import Backend, as_platform, kernel_registry
-from ejkernel.ops import Invocation, Kernel
+from ejkernel.kernels._linear import LinearConfig, LinearProblem
+from ejkernel.kernels._linear.checks import offsets, offsets_in_order
+from ejkernel.kernels._linear.problem import DECODED_TOKENS
+from ejkernel.modules.operations._registry_kernel import RegistryKernel
+from ejkernel.ops import Invocation
 
-Config = TypeVar("Config", bound=LinearConfig)
 PER_TOKEN = ("query", "key", "value", "g", "gk", "gv")
-DECODED_TOKENS = 16  # the most that a call of a decoder has: one, or a few that are verified together (triton's MAX_STEPS)
 
 
-class LinearKernel(Kernel[LinearConfig, tuple[jax.Array, jax.Array]]):
-    """A linear operation as the executor sees it: solves a `LinearProblem` on the platform that its config names."""
+class LinearKernel(RegistryKernel[LinearConfig, Any]):
+    """A linear operation as the executor sees it: solves a `LinearProblem`."""
 
-    def run(  # type: ignore[override]  # this kernel's own arguments
-        self, problem: LinearProblem, *, platform: str | None = None, cfg: LinearConfig
-    ) -> tuple[jax.Array, jax.Array]:
-        """`(output, final_state)`: `[B, T, H, V]` and `[N, H, K, V]`."""
-        if not isinstance(cfg, LinearConfig):
-            raise TypeError(f"cfg must be a configuration of {self.op_id} or None; got {type(cfg).__name__}.")
-        return self._implementation(problem, platform, cfg).solve(problem, cfg)
+    not_of_the_problem = ("platform", "return_state")
+    numbers = ("layer_idx", "num_layers")
 
-    def heuristic_cfg(self, inv: Invocation) -> LinearConfig:
-        """The choice of the best platform that supports the call."""
-        problem, platform = inv.arguments["problem"], inv.arguments["platform"]
-        return self._own(self._supporting(problem, platform).heuristic(problem))
+    def problem(self, *args: Any, **kwargs: Any) -> LinearProblem:
+        """Without what no choice depends on: the scale's value, and the rank that a packed call came in."""
+        return dataclasses.replace(super().problem(*args, **kwargs), scale=1.0, packed_rank3=False)
 
-    def candidate_cfgs(self, inv: Invocation) -> Iterable[LinearConfig]:
-        """What every platform that supports the call would measure; one that was asked for is alone."""
-        problem, asked = inv.arguments["problem"], as_platform(inv.arguments["platform"])
-        for entry in kernel_registry.list_implementations(self.op_id):
-            if asked in (None, entry.platform) and kernel_registry.refusal(entry, problem) is None:
-                yield from map(self._own, cast(LinearFunction, entry.function).candidates(problem))
+    def results(self, found: tuple[jax.Array, jax.Array], named: Mapping[str, Any]) -> Any:
+        return found if named["return_state"] else found[0]
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Offsets whose values are known are checked; a list of them becomes an array."""
+        args, kwargs = super().prepare(args, kwargs)
+        place = list(self.parameters().parameters).index("cu_seqlens")
+        given = args[place] if len(args) > place else kwargs.get("cu_seqlens")
+        query = args[0] if args else kwargs.get("query")
+        if given is None or not isinstance(query, (jax.Array, np.ndarray)) or query.ndim < 3:
+            return args, kwargs
+        array = offsets(given)
+        offsets_in_order(array, query.shape[-3])
+        if array is given:
+            return args, kwargs
+        if len(args) > place:
+            return (*args[:place], array, *args[place + 1 :]), kwargs
+        return args, {**kwargs, "cu_seqlens": array}
 
     def differentiable(self, inv: Invocation) -> bool:
         """Calls of a few tokens are steps of a decoder, which nobody trains through: they are tuned for the step alone."""
-        return inv.arguments["problem"].shape[1] > DECODED_TOKENS
-
-    def check_cfg(self, inv: Invocation, cfg: LinearConfig) -> str | None:
-        """The reason why the call cannot run with `cfg`."""
-        try:
-            self._implementation(inv.arguments["problem"], inv.arguments["platform"], cfg)
-        except ValueError as reason:
-            return str(reason)
-        return None
+        return inv.problem.shape[1] > DECODED_TOKENS
 
     def length_axes(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Tokens are a length, and so is the number of packed sequences."""
-        field = name.removeprefix("problem.")
-        return (1,) if field in PER_TOKEN else (0,) if field == "cu_seqlens" else ()
+        return (1,) if name in PER_TOKEN else (0,) if name == "cu_seqlens" else ()
 
     def random_inputs(self, inv: Invocation, key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Mild gates, and sequences of nearly equal length: normal numbers would amplify, zero lengths would do nothing."""
-        from ejkernel.ops.inputs import random_arguments  # only tuning needs it
+        """Gates of every strength, and sequences of nearly equal length.
 
-        (problem,), kwargs = random_arguments(inv, key)
-        gates = {
-            name: (jax.nn.log_sigmoid(gate.astype(jnp.float32)) / 16).astype(gate.dtype)
-            for name in ("g", "g_gamma", "gk", "gv")
-            if (gate := getattr(problem, name)) is not None
-        }
-        if problem.cu_seqlens is not None:
-            tokens, sequences = problem.query.shape[1], problem.sequences
-            gates["cu_seqlens"] = jnp.round(jnp.linspace(0, tokens, sequences + 1)).astype(jnp.int32)
-        return (dataclasses.replace(problem, **gates),), kwargs
+        Normal numbers as gates would amplify, and sequences of no length would do nothing.
+        """
+        from ejkernel.kernels._linear.random import equal_offsets, gate  # only tuning needs these
+        from ejkernel.ops.inputs import random_arguments
 
-    def _supporting(self, problem: LinearProblem, platform: Any, backend: Any = None) -> LinearFunction:
-        return cast(LinearFunction, kernel_registry.select(self.op_id, platform, backend, problem).function)
-
-    def _implementation(self, problem: LinearProblem, platform: str | None, cfg: LinearConfig) -> LinearFunction:
-        asked, configured = as_platform(platform), as_platform(cfg.platform)
-        if asked is not None and configured is not None and asked is not configured:
-            raise ValueError(f"platform {str(asked)!r} was asked for, but cfg is for platform {str(configured)!r}.")
-        return self._supporting(problem, asked or configured, None if cfg.backend == Backend.ANY else cfg.backend)
-
-    def _own(self, cfg: LinearConfig) -> LinearConfig:
-        """A platform's config in this operation's class."""
-        assert self._config_cls is not None
-        return self._config_cls(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)})
+        args, kwargs = random_arguments(inv, key)
+        names = list(self.parameters().parameters)
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        tokens, time_axis = named["query"].shape[-3], named["query"].ndim - 3
+        for number, name in enumerate(("g", "g_gamma", "gk", "gv")):
+            if (drawn := named.get(name)) is not None:
+                axis = None if name == "g_gamma" else time_axis
+                named[name] = gate(jax.random.fold_in(key, number), drawn.shape, drawn.dtype, axis)
+        if (packed := named.get("cu_seqlens")) is not None:
+            named["cu_seqlens"] = equal_offsets(tokens, packed.shape[0] - 1).astype(packed.dtype)
+        return tuple(named[name] for name in names[: len(args)]), {name: named[name] for name in kwargs}

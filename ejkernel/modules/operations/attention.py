@@ -3,70 +3,71 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from ejkernel.kernels._attention import AttentionConfig, AttentionImplementation, AttentionProblem
-from ejkernel.kernels._registry import Backend, Implementation, Platform, as_platform, kernel_registry
+from ejkernel._device import device_of
+from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
+from ejkernel.kernels._attention.operation import ATTENTION
+from ejkernel.kernels._attention.packing import everything, packed
 from ejkernel.modules.base import default_executor
-from ejkernel.ops import Invocation, Kernel
+from ejkernel.modules.operations._registry_kernel import RegistryKernel
+from ejkernel.ops import Invocation
 from ejkernel.types.mask import MaskInfo
 
 __all__ = ["Attention", "AttentionConfig", "attention"]
 
 _LENGTH_AXES = {
-    "problem.query": (1,),
-    "problem.key": (1,),
-    "problem.value": (1,),
-    "problem.bias": (2, 3),
-    "problem.mask": (2, 3),
-    "problem.q_segment_ids": (1,),
-    "problem.kv_segment_ids": (1,),
-    "problem.q_positions": (1,),
-    "problem.kv_positions": (1,),
-    "problem.dropout_words": (2,),
+    "query": (1,),
+    "key": (1,),
+    "value": (1,),
+    "bias": (2, 3),
+    "mask": (2, 3),
+    "q_segment_ids": (1,),
+    "kv_segment_ids": (1,),
+    "q_positions": (1,),
+    "kv_positions": (1,),
+    "dropout_words": (2,),
 }
 
 
-class Attention(Kernel[AttentionConfig, tuple[jax.Array, jax.Array | None]]):
-    """Softmax attention as the executor sees it: solves an `AttentionProblem` on the platform that its config names."""
+class Attention(RegistryKernel[AttentionConfig, Any]):
+    """Softmax attention as the executor sees it: solves an `AttentionProblem`."""
 
-    op_id = "attention"
+    signature = ATTENTION
+    numbers = ("logits_soft_cap", "dropout_prob", "sliding_window")
 
-    def run(  # type: ignore[override]  # this kernel's own arguments
-        self, problem: AttentionProblem, *, platform: str | None = None, cfg: AttentionConfig
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """`(output, weights)`, the weights None unless `problem.return_weights`."""
-        return _implementation(problem, platform, cfg).solve(problem, cfg)
+    def problem(self, *args: Any, **kwargs: Any) -> AttentionProblem:
+        """Without what no choice depends on: the values of scale, cap and dropout, and whether weights are wanted too."""
+        problem = super().problem(*args, **kwargs)
+        soft_cap, dropout = None if problem.soft_cap is None else 1.0, 0.5 if problem.dropout_prob else 0.0
+        return dataclasses.replace(problem, scale=1.0, soft_cap=soft_cap, dropout_prob=dropout, return_weights=False)
 
-    def heuristic_cfg(self, inv: Invocation) -> AttentionConfig:
-        """The choice of the best platform that supports the call; xla for a single query, where cuDNN is slower.
+    def results(self, found: tuple[jax.Array, jax.Array], named: Mapping[str, Any]) -> Any:
+        return found if named["return_weights"] else found[0]
 
-        On an H200 one query over 2048 keys takes 0.056 ms by xla and 0.076 ms by cuDNN.
-        """
-        problem, platform = inv.arguments["problem"], inv.arguments["platform"]
-        if as_platform(platform) is None and problem.query.shape[1] == 1:
-            platform = Platform.XLA
-        return _function(kernel_registry.select(self.op_id, platform, problem=problem)).heuristic(problem)
-
-    def candidate_cfgs(self, inv: Invocation) -> Iterable[AttentionConfig]:
-        """What every platform that supports the call would measure; one that was asked for is alone."""
-        problem, asked = inv.arguments["problem"], as_platform(inv.arguments["platform"])
-        for entry in kernel_registry.list_implementations(self.op_id):
-            if asked in (None, entry.platform) and kernel_registry.refusal(entry, problem) is None:
-                yield from _function(entry).candidates(problem)
-
-    def check_cfg(self, inv: Invocation, cfg: AttentionConfig) -> str | None:
-        """The reason why the call cannot run with `cfg`."""
-        try:
-            _implementation(inv.arguments["problem"], inv.arguments["platform"], cfg)
-        except ValueError as reason:
-            return str(reason)
-        return None
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What depends on values: the bias that `init_bias` gives, and the packing of segments, which cuDNN reads."""
+        args, kwargs = super().prepare(args, kwargs)
+        info, init_bias = kwargs.get("mask_info"), kwargs.get("init_bias")
+        if callable(init_bias):
+            given = (args[3] if len(args) > 3 else kwargs.get("bias"), info, kwargs.get("attention_mask"))
+            drawn = init_bias() if all(x is None for x in given) else None
+            kwargs = {name: x for name, x in kwargs.items() if name != "init_bias"}
+            if drawn is not None and len(args) > 3:
+                args = (*args[:3], drawn, *args[4:])
+            elif drawn is not None:
+                kwargs["bias"] = drawn
+        query = args[0] if args else kwargs.get("query")
+        arrays = isinstance(query, (jax.Array, np.ndarray)) and query.ndim == 4
+        if isinstance(info, MaskInfo) and arrays and device_of((query,)).backend == "gpu":
+            kwargs = {**kwargs, "mask_info": packed(info, query.shape[0])}
+        return args, kwargs
 
     def default_policy(self, backend: str) -> str:
         """Heuristics everywhere: a fused kernel has nothing to choose, and the others' tiles were measured."""
@@ -80,39 +81,15 @@ class Attention(Kernel[AttentionConfig, tuple[jax.Array, jax.Array | None]]):
         """As by default, but with masks that keep everything and full segments: otherwise there is nothing to measure."""
         from ejkernel.ops.inputs import random_arguments  # only tuning needs it
 
-        (problem,), kwargs = random_arguments(inv, key)
-        mask, packing = problem.mask, problem.packing
-        if mask is not None:
-            mask = jnp.ones_like(mask)
-        if packing is not None:
-            q_lengths = jnp.full_like(packing.q_lengths, packing.q_rows.shape[1])
-            kv_lengths = jnp.full_like(packing.kv_lengths, packing.kv_rows.shape[1])
-            packing = packing._replace(q_lengths=q_lengths, kv_lengths=kv_lengths)
-        return (dataclasses.replace(problem, mask=mask, packing=packing),), kwargs
+        args, kwargs = random_arguments(inv, key)
+        if kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = jnp.ones_like(kwargs["attention_mask"])
+        if kwargs.get("mask_info") is not None:
+            kwargs["mask_info"] = everything(kwargs["mask_info"])
+        return args, kwargs
 
 
-def _function(entry: Implementation) -> AttentionImplementation:
-    return cast(AttentionImplementation, entry.function)
-
-
-def _implementation(problem: AttentionProblem, platform: str | None, cfg: AttentionConfig) -> AttentionImplementation:
-    """The best implementation that supports the call and runs `cfg`; ValueError with the reasons when there is none."""
-    asked, configured = as_platform(platform), as_platform(cfg.platform)
-    if asked is not None and configured is not None and asked is not configured:
-        raise ValueError(f"platform {str(asked)!r} was asked for, but cfg is for platform {str(configured)!r}.")
-    wanted, backend = asked or configured, None if cfg.backend == Backend.ANY else cfg.backend
-    kernel_registry.select("attention", wanted, backend, problem)  # raises, with the reasons, when nothing fits the call
-    refused = []
-    for entry in kernel_registry.list_implementations("attention"):
-        if wanted in (None, entry.platform):
-            function = _function(entry)
-            reason = kernel_registry.refusal(entry, problem, backend) or function.refuses(problem, cfg)
-            if reason is None:
-                return function
-            refused.append(f"{entry.platform}: {reason}")
-    raise ValueError(f"attention cannot run with {cfg}: {'; '.join(refused)}.")
-
-
+@Attention.called_by_users
 def attention(
     query: Float[Array, "B T H D"],
     key: Float[Array, "B S Hkv D"],
@@ -177,27 +154,9 @@ def attention(
         >>> attention(q, k, v, mask_info=packed, causal=True, return_weights=False).dtype
         dtype(bfloat16)
     """
-    problem = AttentionProblem.from_arguments(
-        query,
-        key,
-        value,
-        bias,
-        dropout_rng,
-        softmax_aux,
-        mask_info=mask_info,
-        attention_mask=attention_mask,
-        init_bias=init_bias,
-        deterministic=deterministic,
-        softmax_scale=softmax_scale,
-        logits_soft_cap=logits_soft_cap,
-        dtype=dtype,
-        softmax_dtype=softmax_dtype,
-        dropout_prob=dropout_prob,
-        causal=causal,
-        sliding_window=sliding_window,
-        return_weights=return_weights,
-    )
-    if cfg is not None and not isinstance(cfg, AttentionConfig):
-        raise TypeError(f"cfg must be an AttentionConfig or None; got {type(cfg).__name__}.")
-    output, weights = default_executor()(Attention(), problem, platform=platform, _cfg=cfg)
-    return output if weights is None else (output, weights)
+    return default_executor()(
+        Attention(), query, key, value, bias, dropout_rng, softmax_aux, mask_info=mask_info, attention_mask=attention_mask,
+        init_bias=init_bias, deterministic=deterministic, softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap,
+        dtype=dtype, softmax_dtype=softmax_dtype, dropout_prob=dropout_prob, causal=causal, sliding_window=sliding_window,
+        return_weights=return_weights, platform=platform, _cfg=cfg,
+    )  # fmt: skip

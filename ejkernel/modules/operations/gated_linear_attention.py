@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels._linear.platform_function import gla_problem
+from ejkernel.kernels._linear.operations import GLA
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations._linear_kernel import LinearKernel
 from ejkernel.modules.operations.configs import GLAttentionConfig
@@ -15,10 +15,11 @@ __all__ = ["GLAttention", "GLAttentionConfig", "gla_attention"]
 class GLAttention(LinearKernel):
     """`gla_attention` as the executor sees it."""
 
-    op_id = "recurrent_gla"
-    _config_cls = GLAttentionConfig
+    signature = GLA
+    aliases = ("recurrent_gla",)
 
 
+@GLAttention.called_by_users
 def gla_attention(
     query: Float[Array, "*batch T H K"],
     key: Float[Array, "*batch T Hkv K"],
@@ -63,8 +64,7 @@ def gla_attention(
         >>> bool(abs(last - whole[:, 8:]).max() < 1e-5)
         True
     """
-    problem = gla_problem(
-        query, key, value, g, g_gamma, initial_state, cu_seqlens, softmax_scale=softmax_scale, reverse=reverse
+    return default_executor()(
+        GLAttention(), query, key, value, g, g_gamma, initial_state, cu_seqlens, softmax_scale=softmax_scale, reverse=reverse,
+        return_state=return_state, platform=platform, _cfg=cfg,
     )  # fmt: skip
-    output, state = default_executor()(GLAttention(), problem, platform=platform, _cfg=cfg)
-    return (output, state) if return_state else output

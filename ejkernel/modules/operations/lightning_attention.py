@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels._linear.platform_function import lightning_problem
+from ejkernel.kernels._linear.operations import LIGHTNING
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations._linear_kernel import LinearKernel
 from ejkernel.modules.operations.configs import LightningAttentionConfig
@@ -15,10 +15,10 @@ __all__ = ["LightningAttention", "LightningAttentionConfig", "lightning_attentio
 class LightningAttention(LinearKernel):
     """`lightning_attention` as the executor sees it."""
 
-    op_id = "lightning_attn"
-    _config_cls = LightningAttentionConfig
+    signature = LIGHTNING
 
 
+@LightningAttention.called_by_users
 def lightning_attention(
     query: Float[Array, "*batch T H K"],
     key: Float[Array, "*batch T Hkv K"],
@@ -61,9 +61,7 @@ def lightning_attention(
         >>> lightning_attention(q, k, v, layer_idx=3, num_layers=12).shape
         (1, 32, 4, 8)
     """
-    problem = lightning_problem(
-        query, key, value, initial_state, cu_seqlens, layer_idx=layer_idx, num_layers=num_layers,
-        softmax_scale=softmax_scale, reverse=reverse,
+    return default_executor()(
+        LightningAttention(), query, key, value, initial_state, cu_seqlens, layer_idx=layer_idx, num_layers=num_layers,
+        softmax_scale=softmax_scale, reverse=reverse, return_state=return_state, platform=platform, _cfg=cfg,
     )  # fmt: skip
-    output, state = default_executor()(LightningAttention(), problem, platform=platform, _cfg=cfg)
-    return (output, state) if return_state else output

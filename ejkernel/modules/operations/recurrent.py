@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels._linear.platform_function import recurrent_problem
+from ejkernel.kernels._linear.operations import RECURRENT
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations._linear_kernel import LinearKernel
 from ejkernel.modules.operations.configs import RecurrentAttentionConfig
@@ -15,10 +15,10 @@ __all__ = ["RecurrentAttention", "RecurrentAttentionConfig", "recurrent_attentio
 class RecurrentAttention(LinearKernel):
     """`recurrent_attention` as the executor sees it."""
 
-    op_id = "recurrent"
-    _config_cls = RecurrentAttentionConfig
+    signature = RECURRENT
 
 
+@RecurrentAttention.called_by_users
 def recurrent_attention(
     query: Float[Array, "*batch T H K"],
     key: Float[Array, "*batch T Hkv K"],
@@ -68,8 +68,7 @@ def recurrent_attention(
         >>> out.shape, state.shape
         ((2, 100, 4, 16), (2, 4, 16, 16))
     """
-    problem = recurrent_problem(
-        query, key, value, g, g_gamma, gk, gv, initial_state, cu_seqlens, softmax_scale=softmax_scale, reverse=reverse
+    return default_executor()(
+        RecurrentAttention(), query, key, value, g, g_gamma, gk, gv, initial_state, cu_seqlens, softmax_scale=softmax_scale,
+        reverse=reverse, return_state=return_state, platform=platform, _cfg=cfg,
     )  # fmt: skip
-    output, state = default_executor()(RecurrentAttention(), problem, platform=platform, _cfg=cfg)
-    return (output, state) if return_state else output

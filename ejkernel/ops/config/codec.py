@@ -10,6 +10,33 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+
+def unfit(config: Any) -> str | None:
+    """Why something cannot be a configuration; None when it can.
+
+    A frozen dataclass can. So can another value that can be hashed, such as a number; but it is never tuned nor stored.
+
+    >>> unfit(3), unfit({"block": 3})
+    (None, 'it cannot be hashed')
+    """
+    if isinstance(config, type):
+        return f"it is the class {config.__name__} itself, not one of its instances"
+    if dataclasses.is_dataclass(config) and not getattr(config, "__dataclass_params__").frozen:  # noqa: B009  (untyped)
+        return f"{type(config).__name__} can be changed; declare it with @dataclass(frozen=True)"
+    try:
+        hash(config)
+    except TypeError:
+        return "it cannot be hashed"
+    return None
+
+
+def check_config(config: Any, where: str) -> None:
+    """TypeError naming `where` it came from, unless something can be a configuration."""
+    if (reason := unfit(config)) is not None:
+        raise TypeError(f"{where} must be a frozen dataclass, hashable in all its fields; got {config!r}: {reason}.")
+
 
 def to_fields(config: Any) -> dict[str, Any]:
     """The fields of a configuration as JSON values. TypeError for anything but a dataclass of plain values."""
@@ -23,11 +50,13 @@ def to_fields(config: Any) -> dict[str, Any]:
 def _to_json(value: Any, name: str) -> Any:
     if isinstance(value, enum.Enum):
         return _to_json(value.value, name)
+    if isinstance(value, np.generic):
+        return _to_json(value.item(), name)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)):
         return [_to_json(item, name) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, Mapping) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         return to_fields(value)
     raise TypeError(f"field {name!r} of a configuration must be a number, string, enum or tuple of these; got {value!r}.")
 

@@ -10,12 +10,16 @@ from typing import Any
 from ejkernel.ops.config.cache import ConfigCache, shared_cache
 from ejkernel.ops.config.codec import to_fields
 from ejkernel.ops.config.persistent import FORMAT, PersistentCache
+from ejkernel.ops.config.validity import wrong_key, wrong_record
+from ejkernel.ops.notices import warn_once
 
 Entry = tuple[str, dict[str, Any], dict[str, Any]]
 
 
 def dumps(*caches: ConfigCache | PersistentCache) -> str:
     """The entries of these caches as JSON text; without an argument, those of the default executors' memory.
+
+    An entry whose key or record is none of this library's is left out with a warning: nothing could read it back.
 
     >>> cache = ConfigCache()
     >>> cache.put('{"op":"scale"}', {"block": 64}, {"seconds": 1e-3})
@@ -27,7 +31,8 @@ def dumps(*caches: ConfigCache | PersistentCache) -> str:
     """
     entries: dict[str, Entry] = {}
     for cache in caches or (shared_cache(),):
-        _merge(entries, ((key, to_fields(config), dict(record)) for key, config, record in cache.entries()))
+        readable = ((key, to_fields(config), record) for key, config, record in cache.entries())
+        _merge(entries, ((key, fields, dict(record)) for key, fields, record in readable if _carried(key, record)))
     return _text(entries.values())
 
 
@@ -73,7 +78,8 @@ def parse(text: str) -> list[Entry]:
         kinds = {"key": str, "config": dict, "record": dict}
         if not isinstance(entry, dict) or not all(isinstance(entry.get(name), kind) for name, kind in kinds.items()):
             raise ValueError(f"entry {number} of the text must have a key (string), a config and a record (objects).")
-        PersistentCache(_op_id(entry["key"]))  # refuses a name that cannot be a folder's
+        if (wrong := wrong_key(entry["key"]) or wrong_record(entry["record"])) is not None:
+            raise ValueError(f"entry {number} of the text cannot be read: {wrong}.")
         entries.append((entry["key"], entry["config"], entry["record"]))
     return entries
 
@@ -84,10 +90,14 @@ def read(file: Path) -> list[Entry]:
 
 
 def _op_id(key: str) -> str:
-    parts = json.loads(key)
-    if not isinstance(parts, dict) or not isinstance(parts.get("op"), str):
-        raise ValueError(f"a key must be what Invocation.key gives; got {key!r}.")
-    return parts["op"]
+    return json.loads(key)["op"]
+
+
+def _carried(key: str, record: Mapping[str, Any]) -> bool:
+    wrong = wrong_key(key) or wrong_record(record)
+    if wrong is not None:
+        warn_once(("carry", key, wrong), f"left out the entry under {key!r:.80}: {wrong}.")
+    return wrong is None
 
 
 def _merge(entries: dict[str, Entry], more: Iterable[Entry]) -> None:

@@ -18,7 +18,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ejkernel.ops import names
 from ejkernel.ops.config.codec import from_fields, to_fields
+from ejkernel.ops.config.validity import wrong_record
 from ejkernel.ops.key import check_op_id
 from ejkernel.ops.notices import warn_once
 
@@ -28,14 +30,33 @@ _LARGEST = 1 << 20  # bytes; a real entry has a few thousand
 _STALE = 3600.0  # seconds after which a temporary file has no living writer
 
 
+class NoFolderError(OSError):
+    """The folder of the caches cannot be found: it is under a home that does not exist."""
+
+
 def cache_folder() -> Path:
-    """The folder of all caches: `EJKERNEL_CACHE_DIR`, else the platform's user cache folder. It may not exist yet."""
+    """The folder of all caches: `EJKERNEL_CACHE_DIR`, else the platform's user cache folder. It may not exist yet.
+
+    Raises:
+        NoFolderError: this process has no home, or the variable names the home of nobody.
+    """
     chosen = os.environ.get(VARIABLE)
     if chosen:
-        return Path(chosen).expanduser()
+        return expanded(chosen)
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("ejkernel", appauthor=False))
+    try:
+        return Path(platformdirs.user_cache_dir("ejkernel", appauthor=False))
+    except (RuntimeError, KeyError, OSError) as problem:
+        raise NoFolderError(f"this process has no home to keep a cache in ({problem}); set {VARIABLE} to a folder") from None
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path with `~` replaced by the home it means. NoFolderError where there is none."""
+    try:
+        return Path(path).expanduser()
+    except (RuntimeError, KeyError) as problem:
+        raise NoFolderError(f"{os.fspath(path)!r} is under a home that this machine does not have ({problem})") from None
 
 
 class PersistentCache:
@@ -52,19 +73,27 @@ class PersistentCache:
         """Nothing is created before the first `put`.
 
         Args:
-            op_id: the operation; its entries have their own folder.
+            op_id: the operation, or an alias of it; its entries have their own folder.
             path: the folder; None: `EJKERNEL_CACHE_DIR`, else the platform's user cache folder.
             config_cls: the dataclass that entries are read as; None gives their fields as a dict.
         """
         check_op_id(op_id, "op_id")
-        self.op_id, self.config_cls = op_id, config_cls
-        self._path = None if path is None else Path(path)
+        self.op_id, self.config_cls = names.op_id_of(op_id) or op_id, config_cls
+        self._path = path
         self._swept = False
+        self._unread: dict[Path, str] = {}  # why a file could not be read
 
     @property
     def folder(self) -> Path:
-        """Where this operation's entries are."""
-        return (cache_folder() if self._path is None else self._path) / self.op_id
+        """Where this operation's entries are. NoFolderError where that is under a home that does not exist."""
+        return (cache_folder() if self._path is None else expanded(self._path)) / self.op_id
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> PersistentCache:
+        """The cache in a folder named as it is on disk, though the name may have become an alias since it was written."""
+        cache = cls(folder.name, folder.parent)
+        cache.op_id = folder.name
+        return cache
 
     def sibling(self, op_id: str, config_cls: type | None) -> PersistentCache:
         """The cache of another operation in the same place."""
@@ -86,9 +115,14 @@ class PersistentCache:
 
     def entry(self, key: str) -> tuple[Any, dict[str, Any]] | None:
         """`(configuration, record)` under this key, or None."""
-        found = self._read(self.file(key))
+        try:
+            file = self.file(key)
+        except NoFolderError as problem:
+            self._homeless(problem)
+            return None
+        found = self._read(file)
         if found is not None and found[0] != key:
-            self._distrust(self.file(key), "it belongs to another key")
+            self._distrust(file, "it belongs to another key")
             return None
         return None if found is None else found[1:]
 
@@ -100,7 +134,9 @@ class PersistentCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
             write_atomically(self.file(key), text)
-        except OSError as problem:
+        except NoFolderError as problem:
+            self._homeless(problem)
+        except (OSError, ValueError) as problem:  # ValueError: a path with a character that no file has
             warn_once(
                 ("write", str(self.folder)),
                 f"tuned configurations are not stored: {self.folder} cannot be written to ({problem}). "
@@ -114,10 +150,16 @@ class PersistentCache:
 
     def entries(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         """Every readable entry as `(key, configuration, record)`."""
-        for file in self._files("*.json"):
-            found = self._read(file)
+        for _, found, _ in self.readings():
             if found is not None:
                 yield found
+
+    def readings(self) -> Iterator[tuple[Path, tuple[str, Any, dict[str, Any]] | None, str | None]]:
+        """Every file as `(file, (key, configuration, record), None)`, or `(file, None, why it cannot be read)`."""
+        for file in self._files("*.json"):
+            found = self._read(file)
+            if found is not None or file.exists():  # not one that another process has just removed
+                yield file, found, None if found is not None else self._unread.get(file, "it cannot be read")
 
     def clear(self) -> None:
         """Removes this operation's entries. OSError where the folder does not allow it."""
@@ -128,9 +170,11 @@ class PersistentCache:
     def _files(self, pattern: str) -> list[Path]:
         try:
             return sorted(self.folder.glob(pattern))
-        except OSError as problem:
+        except NoFolderError as problem:
+            self._homeless(problem)
+        except (OSError, ValueError) as problem:
             self._distrust(self.folder, str(problem))
-            return []
+        return []
 
     def _read(self, file: Path) -> tuple[str, Any, dict[str, Any]] | None:
         try:
@@ -157,9 +201,15 @@ class PersistentCache:
         key, config, record = content.get("key"), content.get("config"), content.get("record")
         if not isinstance(key, str) or not isinstance(config, dict) or not isinstance(record, dict):
             raise ValueError("its key, config or record is missing or of the wrong type")
+        if (wrong := wrong_record(record)) is not None:
+            raise ValueError(wrong)
         return key, config if self.config_cls is None else from_fields(self.config_cls, config), record
 
+    def _homeless(self, problem: NoFolderError) -> None:
+        warn_once(("folder", str(problem)), f"tuned configurations are neither read nor stored: {problem}.")
+
     def _distrust(self, file: Path, reason: str) -> None:
+        self._unread[file] = reason
         warn_once(("read", str(file)), f"ignored the stored configuration {file}: {reason}. The next tuning replaces it.")
 
     def _sweep(self) -> None:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from ejkernel._device import backend_of
 from ejkernel.ops import reporting
 from ejkernel.ops.config.cache import ConfigCache
-from ejkernel.ops.config.codec import from_fields
+from ejkernel.ops.config.codec import check_config, from_fields
 from ejkernel.ops.config.overlay import overlaid
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.policy import VARIABLE, AutotunePolicy
+from ejkernel.ops.config.policy import VARIABLE, AutotunePolicy, as_policy
 from ejkernel.ops.config.shipped import shipped_default
 from ejkernel.ops.invocation import Invocation
-from ejkernel.ops.key import backend_of
 from ejkernel.ops.notices import warn_once
 from ejkernel.ops.worker import inside_worker
 
@@ -71,20 +71,26 @@ class ConfigSelectorChain:
     def __init__(
         self,
         cache: ConfigCache | None = None,
-        policy: AutotunePolicy | None = None,
+        policy: AutotunePolicy | str | None = None,
         tuner: Tuner | None = None,
         persistent: PersistentCache | Callable[..., PersistentCache] | None = None,
     ):
         """
         Args:
             cache: measured configurations in memory; None: a new, empty one.
-            policy: what a miss does; None: `AutotunePolicy()`.
+            policy: what a miss does; None: `AutotunePolicy()`. "autotune", "heuristics" and "error" stand for the policy with
+                that `cache_miss_fallback`.
             tuner: measures candidates; None: a miss is never measured.
             persistent: a cache on disk; other operations' entries go beside it. The class `PersistentCache` itself stands for
                 the usual folder; None: no disk.
         """
+        for name, value, wanted in (("cache", cache, "entry"), ("tuner", tuner, "tune")):
+            if value is not None and (isinstance(value, type) or not hasattr(value, wanted)):
+                raise TypeError(f"{name} must be a {'ConfigCache' if name == 'cache' else 'Tuner'} or None; got {value!r}.")
+        if not (persistent is None or isinstance(persistent, PersistentCache) or callable(persistent)):
+            raise TypeError(f"persistent must be a PersistentCache, the class PersistentCache or None; got {persistent!r}.")
         self.cache = ConfigCache() if cache is None else cache
-        self.policy = AutotunePolicy() if policy is None else policy
+        self.policy = as_policy(policy)
         self.tuner = tuner
         self._persistent = persistent
         self._disks: dict[tuple[str, type | None], PersistentCache] = {}
@@ -112,6 +118,7 @@ class ConfigSelectorChain:
         return self._noted(inv, self._known(inv) or self._decide(inv, "tune", self._measured_here))
 
     def _noted(self, inv: Invocation, choice: Choice) -> Choice:
+        check_config(choice.config, f"the {choice.level} configuration of {inv.kernel.op_id!r}")
         reporting.note(inv, str(choice.level), choice.config, choice.record)
         return choice
 
@@ -154,16 +161,18 @@ class ConfigSelectorChain:
         found = self._from_disk(inv) or self._shipped(inv)
         if found is not None:
             return found
-        fallback = self.policy.fallback(inv.kernel, backend_of(inv.device))
-        if fallback == "autotune" and self.tuner is not None and not inside_worker():
-            return self._autotune(inv, self.tuner)
+        fallback, whose = self.policy.ruling(inv.kernel, backend_of(inv.device))
+        if fallback == "autotune":
+            if self.tuner is not None and not inside_worker():
+                return self._autotune(inv, self.tuner)
+            whose = "the chain has no tuner" if self.tuner is None else "the call is part of a candidate that is being measured"
         if fallback == "error":
             raise NoConfigError(
                 f"no tuned configuration of {inv.kernel.op_id!r} is known for {inv.shapes} on {inv.device.device_kind}, and "
                 f"the policy is 'error'. Tune ahead with ejkernel.ops.tune, give cfg, or set {VARIABLE} to 'autotune' or "
                 f"'heuristics'."
             )
-        return Choice(inv.kernel.heuristic_cfg(inv), Level.HEURISTICS)
+        return Choice(inv.kernel.heuristic_cfg(inv), Level.HEURISTICS, {"not_tuned": whose})
 
     def _measured_here(self, inv: Invocation) -> Choice:
         from ejkernel.ops.tuner import Tuner

@@ -1,21 +1,28 @@
 """Tuned configurations that come with the package, by device kind.
 
-`ejkernel/ops/defaults/<device>.json` holds what `dumps` gave on that device. A device without an entry for a call uses that
-of a near relative; versions of libraries are not compared, since a good configuration outlives them.
+`ejkernel/ops/defaults/<device>.json` says for each call that was measured on that device who won: `"heuristic"`, or the fields
+of another configuration with the record of its race. A device without an entry for a call uses that of a near relative;
+versions of libraries are not compared, since a good configuration outlives them. A call that is in no file is tuned.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ejkernel.ops.config.codec import to_fields
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.key import device_kind, without_environment
 from ejkernel.ops.notices import warn_once
 
 FOLDER = Path(__file__).resolve().parent.parent / "defaults"
+FORMAT = 2
+HEURISTIC = "heuristic"
+Won = str | dict[str, Any]  # HEURISTIC, or {"config": fields, "record": record}
 
 # Devices of one architecture, the most common first; a relative is looked for in this order.
 _FAMILIES = (
@@ -52,24 +59,54 @@ def relatives(name: str) -> tuple[str, ...]:
     return (name, *(other for other in family if other != name))
 
 
-def shipped_default(inv: Invocation) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """`(fields, record)` for a call from the nearest device that has it, or None. The record says which device it was."""
+def shipped_default(inv: Invocation) -> tuple[Any, dict[str, Any]] | None:
+    """`(configuration or its fields, record)` for a call from the nearest device that has it, or None.
+
+    The record says which device it was.
+    """
     for name in relatives(device_name(device_kind(inv.device))):
-        found = _defaults(FOLDER / f"{name}.json").get(inv.call)
-        if found is not None:
-            return found[0], {**found[1], "shipped_for": name}
+        won = _defaults(FOLDER / f"{name}.json").get(inv.call)
+        if won is not None:
+            there = {"shipped_for": name}
+            if isinstance(won, str):
+                return inv.kernel.heuristic_cfg(inv), {**there, "note": "the heuristic won when this call was measured"}
+            return won["config"], {**won["record"], **there}
     return None
 
 
+def read(file: Path) -> dict[str, Won]:
+    """Who won each call of a file. ValueError that says what is wrong with it."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("calls"), dict):
+        raise ValueError(f"expected format {FORMAT} with calls")
+    for call, won in content["calls"].items():
+        fields = isinstance(won, dict) and all(isinstance(won.get(part), dict) for part in ("config", "record"))
+        if won != HEURISTIC and not fields:
+            raise ValueError(f"{call} must be {HEURISTIC!r}, or have a config and a record; found {won!r}")
+    return content["calls"]
+
+
+def write(file: Path, kind: str, measured: Iterable[tuple[str, Any, Mapping[str, Any]]]) -> None:
+    """Adds measured configurations, as `(key, configuration, record)`, to a file; calls that it has already are replaced.
+
+    Args:
+        kind: the device that they were measured on.
+    """
+    calls = read(file) if file.exists() else {}
+    for key, config, record in measured:
+        fields = to_fields(config)
+        won: Won = HEURISTIC if fields == record.get("heuristic") else {"config": fields, "record": dict(record)}
+        calls[without_environment(key)] = won
+    lines = ",\n".join(f"  {json.dumps(call)}: {json.dumps(won, allow_nan=False)}" for call, won in sorted(calls.items()))
+    file.write_text(f'{{"format": {FORMAT}, "device": {json.dumps(kind)}, "calls": {{\n{lines}\n}}}}\n', encoding="utf-8")
+
+
 @functools.cache
-def _defaults(file: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """The entries of a file by the part of the key that device and versions have no part in."""
+def _defaults(file: Path) -> dict[str, Won]:
     if not file.is_file():
         return {}
-    from ejkernel.ops.config.exchange import read
-
     try:
-        return {without_environment(key): (fields, record) for key, fields, record in read(file)}
+        return read(file)
     except (OSError, ValueError) as problem:
         warn_once(("shipped", str(file)), f"ignored the shipped configurations {file}: {problem}.")
         return {}

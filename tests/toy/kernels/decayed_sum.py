@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from ejkernel.kernels._implementation import Signature
 
 
 @jax.tree_util.register_dataclass
@@ -34,15 +35,7 @@ class SumConfig:
 
     block: int = 16
     platform: str = "auto"
+    backend: str = "any"
 
 
-@dataclasses.dataclass(frozen=True)
-class SumFunction:
-    """A platform's implementation, as the registry keeps it."""
-
-    solve: Callable[[SumProblem, SumConfig], jax.Array]
-    blocks: Sequence[int]
-    supports: Callable[[SumProblem], str | None] = lambda problem: None
-
-    def __call__(self, x: Any, decay: Any = 1.0, *, cfg: SumConfig | None = None) -> jax.Array:
-        return self.solve(SumProblem.from_arguments(x, decay), cfg or SumConfig(self.blocks[0]))
+DECAYED_SUM = Signature("decayed_sum", SumProblem.from_arguments, SumConfig)

@@ -7,25 +7,33 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float
 
-from ejkernel.kernels._attention import AttentionConfig, AttentionImplementation, AttentionProblem
+from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.kernels._attention.direct import direct_weights
+from ejkernel.kernels._attention.operation import ATTENTION
 from ejkernel.kernels._cuda.attention._cudnn import cudnn_output
 from ejkernel.kernels._cuda.attention._supports import why_not
-from ejkernel.kernels._registry import kernel_registry
+from ejkernel.kernels._implementation import Implementation
+from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 
 
-@dataclasses.dataclass(frozen=True)
-class CudnnAttention(AttentionImplementation):
+class CudnnAttention(Implementation[AttentionProblem, AttentionConfig]):
     """One fused kernel; `supports` says what it covers."""
 
     def supports(self, problem: AttentionProblem) -> str | None:
         return why_not(problem)
+
+    def preferred(self, problem: AttentionProblem) -> bool:
+        """Not for a single query: on an H200 one query over 2048 keys takes 0.076 ms by cuDNN and 0.056 ms by xla."""
+        return problem.q_len > 1
 
     def refuses(self, problem: AttentionProblem, cfg: AttentionConfig) -> str | None:
         return None if cfg.schedule == "fused" else f"cuda has only schedule 'fused', not {cfg.schedule!r}"
 
     def heuristic(self, problem: AttentionProblem) -> AttentionConfig:
         return AttentionConfig("fused", platform="cuda", backend="gpu")
+
+    def route(self, problem: AttentionProblem, cfg: AttentionConfig) -> str:
+        return "cuDNN" if problem.packing is None else "cuDNN, a row for each segment"
 
     def solve(
         self, problem: AttentionProblem, cfg: AttentionConfig
@@ -36,4 +44,4 @@ class CudnnAttention(AttentionImplementation):
 
 _output = jax.jit(cudnn_output)
 _weights = jax.jit(direct_weights)
-attention = kernel_registry.register("attention", "cuda", "gpu", priority=10)(CudnnAttention())
+attention = ATTENTION.register(CudnnAttention(), kernel_registry, Platform.CUDA, Backend.GPU, priority=10)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import jax.numpy as jnp
 
+from ejkernel._device import Device
 from ejkernel.kernels._attention import AttentionProblem
 
 # A mask becomes a bias [b, h, T, S]; beyond this it would cost more memory than a fused kernel is there to save.
@@ -17,7 +15,7 @@ PACKING_WASTE = 4
 
 def why_not(problem: AttentionProblem) -> str | None:
     """The reason why cuDNN cannot take this call; None when it can. Looks at shapes and dtypes only."""
-    return _device() or _operands(problem) or _options(problem) or _window(problem) or _planes(problem)
+    return _device(problem.device) or _operands(problem) or _options(problem) or _window(problem) or _planes(problem)
 
 
 def is_packed(problem: AttentionProblem) -> bool:
@@ -49,33 +47,16 @@ def plane_shape(problem: AttentionProblem) -> tuple[int, int]:
     return max(b for b, _ in parts), max(h for _, h in parts)
 
 
-@functools.cache
-def _gpu() -> jax.Device | None:
-    """The first NVIDIA GPU; None where there is none (then only shapes are judged, as for Ampere)."""
-    if jax.default_backend() != "gpu":
-        return None
-    return jax.local_devices()[0]
-
-
-def _device() -> str | None:
-    gpu = _gpu()
-    if gpu is not None and "cuda" not in gpu.client.platform_version:
-        return f"cuDNN needs an NVIDIA GPU; this is {gpu.device_kind}"
-    if gpu is not None and _capability() < (8, 0):
-        return f"cuDNN's fused attention needs compute capability 8.0 or newer; {gpu.device_kind} has {_capability()}"
+def _device(device: Device) -> str | None:
+    if device.capability is None:
+        return f"cuDNN needs an NVIDIA GPU; this call computes on {device}"
+    if device.capability < 80:
+        return f"cuDNN's fused attention needs compute capability 8.0 or newer; {device} has {device.capability / 10}"
     return None
 
 
-def _capability() -> tuple[int, int]:
-    gpu = _gpu()
-    if gpu is None:
-        return (8, 0)
-    major, minor = str(gpu.compute_capability).split(".")
-    return int(major), int(minor)
-
-
 def _operands(problem: AttentionProblem) -> str | None:
-    most = 256 if _capability() >= (9, 0) else 128
+    most = 256 if (problem.device.capability or 0) >= 90 else 128
     if problem.dtype not in (jnp.float16, jnp.bfloat16):
         return f"cuDNN computes in float16 and bfloat16, not {problem.dtype}"
     if problem.softmax_dtype != jnp.float32:

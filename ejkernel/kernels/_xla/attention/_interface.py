@@ -10,9 +10,11 @@ import jax
 from jaxtyping import Array, Float
 
 from ejkernel._meshes import run_partitioned
-from ejkernel.kernels._attention import AttentionConfig, AttentionImplementation, AttentionProblem
+from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.kernels._attention.direct import direct_output, direct_weights
-from ejkernel.kernels._registry import Backend, current_backend, kernel_registry
+from ejkernel.kernels._attention.operation import ATTENTION
+from ejkernel.kernels._implementation import Implementation
+from ejkernel.kernels._registry import Backend, Platform, backend_of, kernel_registry
 from ejkernel.kernels._xla.attention._blockwise import blockwise_output
 
 OUTPUT, WEIGHTS = ("batch", "queries", "heads", "value channels"), ("batch", "heads", "queries", "keys")
@@ -28,12 +30,8 @@ TILE_SCORES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class XlaAttention(AttentionImplementation):
+class XlaAttention(Implementation[AttentionProblem, AttentionConfig]):
     """Direct or blockwise; takes every call."""
-
-    def supports(self, problem: AttentionProblem) -> str | None:
-        return None
 
     def refuses(self, problem: AttentionProblem, cfg: AttentionConfig) -> str | None:
         if cfg.schedule == "fused":
@@ -53,6 +51,9 @@ class XlaAttention(AttentionImplementation):
         others = [AttentionConfig("blockwise", q, k, platform="xla") for q, k in sorted(fitting)]
         direct = [AttentionConfig("direct", platform="xla")] if problem.score_count <= 1 << 28 else []
         return [first, *(cfg for cfg in direct + others if cfg != first)]
+
+    def route(self, problem: AttentionProblem, cfg: AttentionConfig) -> str:
+        return "all scores at once" if cfg.schedule == "direct" else f"blocks of {cfg.block_q} x {cfg.block_k}"
 
     def solve(
         self, problem: AttentionProblem, cfg: AttentionConfig
@@ -96,7 +97,7 @@ def _blocks(problem: AttentionProblem) -> tuple[int, int]:
 
     Where one length is shorter than a square's side, the other side grows: a few queries look at many keys in a step.
     """
-    most, rows = TILE_SCORES[current_backend()], problem.batch * problem.heads
+    most, rows = TILE_SCORES[backend_of(problem.device)], problem.batch * problem.heads
     window = None if problem.left is None or problem.right is None else problem.left + problem.right
     size = 1024
     while size > 128 and (rows * size * size > most or (window is not None and size > window)):
@@ -114,4 +115,4 @@ def _even(length: int, block: int) -> int:
     return -(-length // -(-length // block)) if length else 1
 
 
-attention = kernel_registry.register("attention", "xla", "any")(XlaAttention())
+attention = ATTENTION.register(XlaAttention(), kernel_registry, Platform.XLA, Backend.ANY)

@@ -8,18 +8,32 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ejkernel.kernels._implementation import Implementation
 from ejkernel.kernels._registry import Backend, Platform
 from tests.toy.kernels import registry
-from tests.toy.kernels.decayed_sum import SumConfig, SumFunction, SumProblem
+from tests.toy.kernels.decayed_sum import DECAYED_SUM, SumConfig, SumProblem
 
 
-def supports(problem: SumProblem) -> str | None:
-    """Why this implementation cannot take a call."""
-    return None if problem.x.shape[2] <= 128 else f"it holds up to 128 channels; x has {problem.x.shape[2]}"
+class PallasSum(Implementation[SumProblem, SumConfig]):
+    """Sums whose channels fit one program."""
 
+    def supports(self, problem: SumProblem) -> str | None:
+        return None if problem.x.shape[2] <= 128 else f"it holds up to 128 channels; x has {problem.x.shape[2]}"
 
-def solve(problem: SumProblem, cfg: SumConfig) -> jax.Array:
-    return _sum(problem.decay, cfg.block, problem.x)
+    def refuses(self, problem: SumProblem, cfg: SumConfig) -> str | None:
+        return None if cfg.block <= 32 else f"block must be at most 32 on pallas; got {cfg.block}"
+
+    def heuristic(self, problem: SumProblem) -> SumConfig:
+        return SumConfig(8, "pallas")
+
+    def candidates(self, problem: SumProblem) -> list[SumConfig]:
+        return [SumConfig(block, "pallas") for block in (8, 32)]
+
+    def route(self, problem: SumProblem, cfg: SumConfig) -> str:
+        return "one token after another"
+
+    def solve(self, problem: SumProblem, cfg: SumConfig) -> jax.Array:
+        return _sum(problem.decay, cfg.block, problem.x)
 
 
 # Pallas has no derivative of its own: the transpose of a decayed sum is the decayed sum from the other end.
@@ -51,6 +65,4 @@ def _backward(decay: float, block: int, _: None, dy: jax.Array) -> tuple[jax.Arr
 
 
 _sum.defvjp(_forward, _backward)
-decayed_sum = registry.register("decayed_sum", Platform.PALLAS, Backend.ANY, priority=-1)(
-    SumFunction(solve, blocks=(8, 32), supports=supports)
-)
+decayed_sum = DECAYED_SUM.register(PallasSum(), registry, Platform.PALLAS, Backend.ANY, priority=-1)

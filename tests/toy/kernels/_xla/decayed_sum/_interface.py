@@ -5,25 +5,38 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._implementation import Implementation
 from ejkernel.kernels._registry import Backend, Platform
 from tests.toy.kernels import registry
-from tests.toy.kernels.decayed_sum import SumConfig, SumFunction, SumProblem
+from tests.toy.kernels.decayed_sum import DECAYED_SUM, SumConfig, SumProblem
 
 
-def solve(problem: SumProblem, cfg: SumConfig) -> jax.Array:
-    B, T, D = problem.x.shape
-    rows = jnp.arange(cfg.block)
-    apart = rows[:, None] - rows  # [C, C]
-    inside = jnp.where(apart >= 0, problem.decay ** jnp.maximum(apart, 0), 0.0)  # [C, C]
-    carried = problem.decay ** (rows + 1.0)  # [C]
-    blocks = jnp.pad(problem.x, ((0, 0), (0, -T % cfg.block), (0, 0))).reshape(B, -1, cfg.block, D)
+class XlaSum(Implementation[SumProblem, SumConfig]):
+    """Takes every call."""
 
-    def step(last: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = jnp.einsum("ts,bsd->btd", inside, x, precision="highest") + carried[:, None] * last[:, None]  # [B, C, D]
-        return y[:, -1], y
+    def heuristic(self, problem: SumProblem) -> SumConfig:
+        return SumConfig(16, "xla")
 
-    _, y = jax.lax.scan(step, jnp.zeros((B, D), problem.x.dtype), jnp.moveaxis(blocks, 1, 0))
-    return jnp.moveaxis(y, 0, 1).reshape(B, -1, D)[:, :T]
+    def candidates(self, problem: SumProblem) -> list[SumConfig]:
+        return [SumConfig(block, "xla") for block in (16, 32, 64)]
+
+    def route(self, problem: SumProblem, cfg: SumConfig) -> str:
+        return f"products of {cfg.block} tokens"
+
+    def solve(self, problem: SumProblem, cfg: SumConfig) -> jax.Array:
+        B, T, D = problem.x.shape
+        rows = jnp.arange(cfg.block)
+        apart = rows[:, None] - rows  # [C, C]
+        inside = jnp.where(apart >= 0, problem.decay ** jnp.maximum(apart, 0), 0.0)  # [C, C]
+        carried = problem.decay ** (rows + 1.0)  # [C]
+        blocks = jnp.pad(problem.x, ((0, 0), (0, -T % cfg.block), (0, 0))).reshape(B, -1, cfg.block, D)
+
+        def step(last: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y = jnp.einsum("ts,bsd->btd", inside, x, precision="highest") + carried[:, None] * last[:, None]  # [B, C, D]
+            return y[:, -1], y
+
+        _, y = jax.lax.scan(step, jnp.zeros((B, D), problem.x.dtype), jnp.moveaxis(blocks, 1, 0))
+        return jnp.moveaxis(y, 0, 1).reshape(B, -1, D)[:, :T]
 
 
-decayed_sum = registry.register("decayed_sum", Platform.XLA, Backend.ANY)(SumFunction(solve, blocks=(16, 32, 64)))
+decayed_sum = DECAYED_SUM.register(XlaSum(), registry, Platform.XLA, Backend.ANY)

@@ -1,0 +1,20 @@
+"""Writes the tables of docs/routes.md as the code has them: python docs/routes_table.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PAGE = Path(__file__).with_name("routes.md")
+BEGIN, END = "<!-- routes -->\n", "<!-- /routes -->"
+
+
+def page(text: str) -> str:
+    """The page with the tables as they are now."""
+    from ejkernel.kernels._triton.linear._launches import table
+
+    before, _, following = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{following.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,128 @@
+"""The one contract between an operation and a platform: how a platform computes a family of operations, and how users call it.
+
+A family (`kernels/_linear`, `kernels/_attention`, ...) has one problem: a frozen dataclass of checked arguments, with the
+device of the call. A platform brings one `Implementation` of the family; each operation of the family is then a
+`PlatformFunction` of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from ejkernel.kernels._registry import Backend, KernelRegistry, Platform
+
+Problem = TypeVar("Problem")
+Config = TypeVar("Config")
+
+
+class Implementation(Generic[Problem, Config]):
+    """How one platform computes one family of operations."""
+
+    def supports(self, problem: Problem) -> str | None:
+        """The reason why this call cannot run here (its device, dtypes, sizes); None when it can."""
+        return None
+
+    def preferred(self, problem: Problem) -> bool:
+        """Whether to take this supported call before implementations of lower priority: False where those are faster."""
+        return True
+
+    def refuses(self, problem: Problem, cfg: Config) -> str | None:
+        """The reason why a supported call cannot run with `cfg`; None when it can. `solve` follows every other one."""
+        return None
+
+    def heuristic(self, problem: Problem) -> Config:
+        """The configuration to take when nothing was measured. Never refused."""
+        raise NotImplementedError(f"{type(self).__name__} must define heuristic.")
+
+    def candidates(self, problem: Problem) -> Sequence[Config]:
+        """The configurations worth measuring; none that is refused."""
+        return [self.heuristic(problem)]
+
+    def route(self, problem: Problem, cfg: Config) -> str:
+        """The name of the way that a call takes with `cfg`, as `report()` shows it."""
+        raise NotImplementedError(f"{type(self).__name__} must define route.")
+
+    def solve(self, problem: Problem, cfg: Config) -> Any:
+        """The family's results."""
+        raise NotImplementedError(f"{type(self).__name__} must define solve.")
+
+    def versions(self) -> Mapping[str, str]:
+        """Libraries beyond JAX that compile these kernels, with their versions: a measurement depends on them."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature(Generic[Problem]):
+    """One operation of a family, as every platform offers it.
+
+    Attributes:
+        name: the operation's name in the registry.
+        problem: makes the family's problem from the operation's arguments, in the order of the documents; its signature is the
+            platform-level function's.
+        config: the class of its configurations.
+        finish: the results of `Implementation.solve` as users get them, from `(problem, results)`.
+    """
+
+    name: str
+    problem: Callable[..., Problem]
+    config: type
+    finish: Callable[[Problem, Any], Any] = lambda problem, results: results
+
+    def register(
+        self,
+        implementation: Implementation[Problem, Any],
+        registry: KernelRegistry,
+        platform: Platform,
+        backend: Backend,
+        priority: int = 0,
+    ) -> PlatformFunction[Problem, Any]:
+        """This operation by an implementation of its family, registered for a platform and a kind of device."""
+        function = PlatformFunction(self, implementation, str(platform))
+        return registry.register(self.name, platform, backend, priority)(function)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PlatformFunction(Generic[Problem, Config]):
+    """One operation on one platform, called with the operation's own arguments; it needs no executor.
+
+    `cfg=None` takes the platform's heuristic. Where the platform cannot take the call it raises a ValueError that says why.
+    """
+
+    signature: Signature[Problem]
+    implementation: Implementation[Problem, Config]
+    platform: str
+
+    def __repr__(self) -> str:
+        return f"<{self.signature.name} on {self.platform}>"
+
+    def supports(self, problem: Problem) -> str | None:
+        """The reason why this platform cannot take a call; None when it can."""
+        return self.implementation.supports(problem)
+
+    def preferred(self, problem: Problem) -> bool:
+        """Whether this platform should take a call before others of lower priority."""
+        return self.implementation.preferred(problem)
+
+    def __call__(self, *args: Any, cfg: Config | None = None, **kwargs: Any) -> Any:
+        return self.solve(self.signature.problem(*args, **kwargs), cfg)
+
+    def solve(self, problem: Problem, cfg: Config | None = None) -> Any:
+        """The results for a problem; ValueError where platform or configuration do not fit it."""
+        how = self.implementation
+        if cfg is not None and not isinstance(cfg, self.signature.config):
+            raise TypeError(f"cfg must be of class {self.signature.config.__name__} or None; got {type(cfg).__name__}.")
+        reason = how.supports(problem)
+        if reason is None and cfg is not None:
+            reason = how.refuses(problem, cfg)
+        if reason is not None:
+            raise ValueError(f"{self.signature.name} cannot run on platform {self.platform!r}: {reason}.")
+        return self.signature.finish(problem, how.solve(problem, how.heuristic(problem) if cfg is None else cfg))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        operation = inspect.signature(self.signature.problem)
+        cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
+        return operation.replace(parameters=[*operation.parameters.values(), cfg], return_annotation=tuple)

@@ -1,0 +1,153 @@
+"""Launches of the scans over chunks that several routes share: of states alone, and of gated rows with their outputs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._triton.linear._call import Call, heads, shape
+from ejkernel.kernels._triton.linear._chunks import Array, Segments
+from ejkernel.kernels._triton.linear._plan import Plan, tile
+from ejkernel.kernels._triton.linear.kernels import rows_scan, state_scan
+
+WIDE_SHARED = 202 << 10  # bytes that a program of `scan_rows_wide` takes with two chunks in shared memory
+WIDE_KEYS, WIDE_VALUES = 256, 128  # the tile of `scan_rows_wide`
+
+
+class Ends(NamedTuple):
+    """What each segment leaves when it starts from zero; all None where sequences have one segment each."""
+
+    states: Array | None = None  # [segments, H, K, V]
+    key_decays: Array | None = None  # [segments, H, K]
+    value_decays: Array | None = None  # [segments, H, V], with a gate per value channel
+
+
+def _state_scan(
+    call: Call, a: Array, b: Array, adjoint: bool, segments: Segments | None
+) -> tuple[Segments, dict[str, Any], dict[str, Any]]:
+    """(segments, arguments, everything else) that the launches of `state_scan` share."""
+    plan, (_, _, H, K, V) = call.plan, call.dims
+    wide = 64 if plan.bfloat16 else 32
+    by_head = plan.per_head and plan.bfloat16  # which takes few registers
+    BA, BB = plan.block_k or tile(K, 2 * wide if by_head else wide), plan.block_d or tile(V, wide)
+    tiles = cdiv(K, BA) * cdiv(V, BB)
+    segments = call.segments(tiles) if segments is None else segments
+    gk, gv = call.get("gk"), call.get("gv")
+    arguments = {
+        "xa": a, "xb": b, "ga": gk, "gb": gv, **call.head_gates, "scale": plan.scale if adjoint else 1.0,
+        **call.chunks.arguments, **segments.arguments,
+    }  # fmt: skip
+    options: dict[str, Any] = dict(
+        call.constants(), HA=heads(a), HB=heads(b), HGA=heads(gk), HGB=heads(gv), DA=K, DB=V, BA=BA, BB=BB, ADJOINT=adjoint,
+        GATE_PARTS=call.gate_parts, EXACT=plan.exact, STAGES=plan.num_stages or 3, num_warps=plan.num_warps or 4,
+        shrink_stages=call.shrinks_stages, kernel=state_scan.state_scan, grid=(tiles * segments.count * H,),
+    )  # fmt: skip
+    return segments, arguments, options
+
+
+def segment_ends(call: Call, a: Array, b: Array, segments: Segments, *, adjoint: bool = False) -> Ends:
+    """The ends of the given segments, by a scan of (key, value), or adjoint of (query, the output's adjoint)."""
+    if not segments.split:
+        return Ends()
+    _, arguments, options = _state_scan(call, a, b, adjoint, segments)
+    _, _, H, K, V = call.dims
+    G = segments.count
+    out = {
+        "states": None,
+        "final": shape((G, H, K, V), np.float32),
+        "segment_decay_a": shape((G, H, K), np.float32),
+        "segment_decay_b": None if call.get("gv") is None else shape((G, H, V), np.float32),
+    }
+    nothing = dict.fromkeys(("begin", "ends", "end_decay_a", "end_decay_b"))
+    found = triton_call(arguments={**arguments, **nothing}, out_shape=out, **options)
+    return Ends(found["final"], found["segment_decay_a"], found.get("segment_decay_b"))
+
+
+def scan_states(call: Call, a: Array, b: Array, begin: Array | None, *, adjoint: bool = False) -> tuple[Array, Array]:
+    """(state before every chunk, state at the end) from (key, value).
+
+    Adjoint, from (query, the output's adjoint): (adjoint after every chunk, gradient of the initial state).
+    """
+    segments, arguments, options = _state_scan(call, a, b, adjoint, None)
+    ends = segment_ends(call, a, b, segments, adjoint=adjoint)
+    _, _, H, K, V = call.dims
+    before = {"begin": begin, "ends": ends.states, "end_decay_a": ends.key_decays, "end_decay_b": ends.value_decays}
+    out = {
+        "states": shape((call.chunks.count, H, K, V), call.plan.operand),
+        "final": shape((call.sequences, H, K, V), np.float32),
+        "segment_decay_a": None,
+        "segment_decay_b": None,
+    }
+    found = triton_call(arguments={**arguments, **before}, out_shape=out, **options)
+    return found["states"], found["final"]
+
+
+class Scanned(NamedTuple):
+    """What a scan of gated rows leaves."""
+
+    output: Array  # [B, T, H, V]
+    final: Array  # [N, H, K, V]
+    states: Array | None  # [chunks, H, K, V], if kept
+
+
+def wide_tiles(plan: Plan, key_channels: int) -> bool:
+    """Whether `scan_rows_wide` scans rows of so many (padded) key channels.
+
+    It does where two chunks fit in shared memory and no configuration names tiles of its own.
+    """
+    return key_channels == WIDE_KEYS and plan.V > 64 and not plan.named_scan_tiles and plan.shared >= WIDE_SHARED
+
+
+def scan_rows(
+    call: Call, rows: dict[str, Array | None], v: Array, begin: Array | None, output: Any, *, wide: bool, adjoint: bool,
+    keep: bool,
+) -> Scanned:  # fmt: skip
+    """Outputs of chunks from their gated rows, with the state in registers.
+
+    Args:
+        rows: qd, kd, chunk_decay, A and A_low (which may be None) of the kernel; adjoint: q's and k's in each other's place.
+        v: the values; adjoint: the output's adjoint.
+        output: dtype of the outputs.
+        wide: by `scan_rows_wide`.
+        keep: keep the states, too.
+    """
+    plan, (B, T, H, K, V), chunks = call.plan, call.dims, call.chunks
+    chunk_decay = rows["chunk_decay"]
+    assert chunk_decay is not None
+    KP = chunk_decay.shape[2]
+    BV = plan.block_d or tile(V, 64)
+    segments = call.segments(cdiv(V, WIDE_VALUES if wide else BV))
+    arguments = {**rows, "v": v, **chunks.arguments, **segments.arguments}
+    common: dict[str, Any] = {
+        "H": H, "SIGN": plan.sign, "EVEN": chunks.even, "K": K, "KP": KP, "HV": heads(v), "V": V, "ADJOINT": adjoint,
+        "shrink_stages": call.shrinks_stages,
+    }  # fmt: skip
+    narrow: dict[str, Any] = {
+        "kernel": rows_scan.scan_rows, "grid": (cdiv(V, BV) * segments.count * H,), "BV": BV,
+        "STAGES": plan.num_stages or (3 if KP <= 128 else 1), "num_warps": plan.num_warps or 4,
+    }  # fmt: skip
+    ends = Ends()
+    if segments.split:
+        G = segments.count
+        out = {
+            "o": None, "final": shape((G, H, K, V), np.float32), "states": None,
+            "segment_decay": shape((G, H, K), np.float32),
+        }  # fmt: skip
+        nothing = dict.fromkeys(("begin", "ends", "end_decay"))
+        found = triton_call(arguments={**arguments, **nothing}, out_shape=out, **narrow, **common)
+        ends = Ends(found["final"], found["segment_decay"])
+    arguments |= {"begin": begin, "ends": ends.states, "end_decay": ends.key_decays}
+    out = {
+        "o": shape((B, T, H, V), output), "final": shape((call.sequences, H, K, V), np.float32),
+        "states": shape((chunks.count, H, K, V), plan.operand) if keep else None,
+    }  # fmt: skip
+    if wide:
+        found = triton_call(
+            arguments=arguments, out_shape=out, kernel=rows_scan.scan_rows_wide, BV=WIDE_VALUES, STAGES=2, num_warps=8,
+            grid=(cdiv(V, WIDE_VALUES) * segments.count * H,), ALIKE=plan.per_head, **common,
+        )  # fmt: skip
+    else:
+        found = triton_call(arguments=arguments, out_shape={**out, "segment_decay": None}, **narrow, **common)
+    return Scanned(found["o"], found["final"], found.get("states"))

@@ -1,0 +1,1 @@
+"""The linear operations in plain JAX: step by step, or in chunks."""

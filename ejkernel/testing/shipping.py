@@ -1,0 +1,60 @@
+"""Tuning the calls whose winners come with the package, and writing the winners as it ships them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ejkernel.kernels._linear import LinearConfig, LinearProblem
+from ejkernel.kernels._linear.operations import recurrent
+from ejkernel.modules import GLAttention, LightningAttention, RecurrentAttention
+from ejkernel.ops import ConfigCache, Invocation, Tuner
+from ejkernel.ops.config import shipped
+from ejkernel.ops.config.codec import from_fields, to_fields
+
+Arrays = dict[str, Any]
+
+
+class TritonRecurrent(RecurrentAttention):
+    """`recurrent_attention` with the triton platform's candidates alone: the others are known to be slower at these sizes."""
+
+    def candidate_cfgs(self, inv: Invocation) -> Iterable[LinearConfig]:
+        return [cfg for cfg in super().candidate_cfgs(inv) if cfg.platform == "triton"]
+
+
+def problem_of(arrays: Arrays) -> LinearProblem:
+    """The problem of a call of `recurrent_attention`, from arrays by name, as shapes."""
+    return jax.eval_shape(lambda arrays: recurrent(**arrays), arrays)
+
+
+def invocations(arrays: Arrays) -> list[Invocation]:
+    """The call as `recurrent_attention` makes it, then as the operations that are special cases of it do."""
+    found: list[Invocation] = [Invocation.of(TritonRecurrent(), **arrays)]
+    gates = arrays.keys() & {"g", "g_gamma", "gk", "gv"}
+    if "gv" not in gates and not {"g", "gk"} <= gates:
+        found.append(Invocation.of(GLAttention(), **{"g" if name == "gk" else name: x for name, x in arrays.items()}))
+    if gates == {"g_gamma"}:
+        rest = {name: x for name, x in arrays.items() if name != "g_gamma"}
+        found.append(Invocation.of(LightningAttention(), **rest, layer_idx=0, num_layers=1))
+    return found
+
+
+def tune_call(arrays: Arrays, tuner: Tuner, forward_only: bool, cache: ConfigCache) -> dict[str, Any]:
+    """Races one call's candidates, stores the winner for every operation that makes the call, and gives the record."""
+    first, *others = invocations(arrays)
+    tuned = tuner.tune(first, validate_backward=not forward_only)
+    cache.put(first.key, tuned.config, tuned.record)
+    for inv in others:
+        assert inv.kernel._config_cls is not None
+        config = from_fields(inv.kernel._config_cls, to_fields(tuned.config))
+        summary = {name: value for name, value in tuned.record.items() if name != "candidates"}
+        cache.put(inv.key, config, {**summary, "measured_as": first.kernel.op_id})
+    return {"config": tuned.config, **tuned.record}
+
+
+def write(file: Path, kind: str, cache: ConfigCache) -> None:
+    """Adds what a cache holds to the file of a kind of device; calls that the file has already are replaced."""
+    shipped.write(file, kind, cache.entries())

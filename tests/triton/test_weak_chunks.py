@@ -1,0 +1,66 @@
+"""Weakly gated chunks take a shorter way than the exact tree: which ones are, and that both ways agree."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="the triton platform needs Triton")
+from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
+from ejkernel.kernels._triton.linear._call import Call
+from ejkernel.kernels._triton.linear._plan import Plan
+from ejkernel.kernels._triton.linear.routes import route_of
+from ejkernel.kernels._triton.linear.routes.rows import rows_of_keys
+from ejkernel.testing.compare import relative_rms
+from tests.triton.along import plan_of, run_along
+from tests.triton.linear_cases import Case
+from tests.triton.linear_reference import value_and_grads
+from tests.triton.test_interpreted import run
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter's own tests")
+
+
+def test_a_chunk_is_weakly_gated_up_to_a_sum_of_80_in_every_channel():
+    steps = [-0.05, -1.2, -1.3, 0.5, 2.0, 0.0, -jnp.inf, -1e4]
+    gk = jnp.repeat(jnp.asarray(steps), 64)[None, :, None, None] * jnp.ones((1, 1, 2, 16))
+    gk = gk.at[0, 5 * 64 + 7, 1, 3].set(-1e4)  # one channel of one head is enough
+    x = jnp.ones((1, 8 * 64, 2, 16), jnp.bfloat16)
+    problem = recurrent_problem(x, x, x, gk=gk)
+    arrays = {name: getattr(problem, name) for name in ("query", "key", "value", "gk")}
+    rows = rows_of_keys(Call.of(Plan.of(problem, LinearConfig("chunked", 64)), arrays, None), block_decays=True)
+    np.testing.assert_array_equal(rows.gates.weak, np.asarray([[1, 1, 0, 1, 0, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0]]).T)
+
+
+CASES = [
+    Case(("gk",), shape=(1, 80, 1, 1, 40, 24), state=True, reverse=True, dtype="bfloat16", block_q=64),
+    Case(("gk", "gv"), shape=(1, 80, 1, 1, 24, 40), state=True, dtype="bfloat16", block_q=64),
+]
+
+
+def worst(got, want) -> float:
+    """The largest error of all values and gradients."""
+    (values, grads), (want_values, want_grads) = got, want
+    pairs = [*zip(values, want_values, strict=True), *((grads[name], want_grads[name]) for name in grads)]
+    return max(relative_rms(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_both_ways_agree(case):
+    want = value_and_grads(case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, case.cu_seqlens)
+    for most in (80.0, -1.0):
+        route = route_of(plan_of(case, weak_limit=most))
+        assert worst(run_along(case, route), want) < 6e-3, most
+
+
+def test_gates_at_the_limit_lose_nothing():
+    class AtTheLimit(Case):
+        def arrays(self, seed=0):
+            arrays = super().arrays(seed)
+            return arrays | {"gk": jnp.full_like(arrays["gk"], -79.9 / 64)}
+
+    case = AtTheLimit(**dataclasses.asdict(CASES[0]))
+    want = value_and_grads(case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, None)
+    assert worst(run(case), want) < 6e-3
