@@ -82,10 +82,8 @@ def backward(
     dov = _tiled(mm.nt, do, v, tile)  # [..., C/tile, tile, tile]
     z, n = mm.row_sums(do * v), mm.row_sums(q * k)  # [..., C, 1]
     grads = GatedGrads(dq=z * k, dk=z * q, dv=n * do, da=None, db=None)
-    lower = np.tril(np.ones((tile, tile), bool), -1)
-    both = (
-        None if b is not None else jnp.where(aligned(lower, dov, bool), dov, jnp.swapaxes(dov, -1, -2))
-    )  # do_t . v_s for both (t, s) and (s, t)
+    lower = aligned(np.tril(np.ones((tile, tile), bool), -1), dov, bool)
+    both = None if b is not None else jnp.where(lower, dov, jnp.swapaxes(dov, -1, -2))  # do_t . v_s for both (t, s) and (s, t)
     row_adjoints: dict[int, Array] = {}
     column_adjoints: dict[int, Array] = {}
     for row, column in zip(levels(a, rows), levels(b, rows), strict=True):
