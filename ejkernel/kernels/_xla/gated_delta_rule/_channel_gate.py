@@ -12,7 +12,13 @@ import numpy as np
 
 from ejkernel.kernels._xla.gated_delta_rule._chunk import Scores, ScoresGrads
 from ejkernel.kernels._xla.gated_delta_rule._triangular import (
-    TILE, diagonal_blocks, fitted, grown, level_pairs, lower_blocks, masked,
+    TILE,
+    diagonal_blocks,
+    fitted,
+    grown,
+    level_pairs,
+    lower_blocks,
+    masked,
 )  # fmt: skip
 from ejkernel.kernels._xla.recurrent._products import Array, Level, Matmul, halves, joined, levels, push_down
 
