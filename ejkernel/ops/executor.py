@@ -88,7 +88,7 @@ class Executor:
             calls.add(self.chooser, inv)
         return self._plan(inv, kernel.heuristic_cfg(inv) if cfg is None else cfg).inline(*split(args, kwargs)[0])
 
-    def _plan(self, inv: Invocation, config: Any) -> Plan:
+    def _plan(self, inv: Invocation[Any, Any], config: Any) -> Plan:
         """The plan for a configuration, shared by all shapes that have the same one."""
         config, device = inv.kernel.settled(inv, config), inv.target
         _, layout = split(inv.args, inv.kwargs)

@@ -77,7 +77,7 @@ class Attention(RegistryKernel[AttentionConfig, Any]):
         """Lengths of queries and keys; an axis of size 1 does not vary and is no length."""
         return tuple(axis for axis in _LENGTH_AXES.get(name, ()) if shape[axis] != 1)
 
-    def random_inputs(self, inv: Invocation, key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def random_inputs(self, inv: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """As by default, but with masks that keep everything and full segments: otherwise there is nothing to measure."""
         from ejkernel.ops.inputs import random_arguments  # only tuning needs it
 

@@ -9,4 +9,6 @@ __all__ = ["AttentionConfig", "GLAttentionConfig", "LightningAttentionConfig", "
 
 
 # One recurrence, one configuration: the three names are the same class.
-RecurrentAttentionConfig = GLAttentionConfig = LightningAttentionConfig = LinearConfig
+RecurrentAttentionConfig = LinearConfig
+GLAttentionConfig = LinearConfig
+LightningAttentionConfig = LinearConfig
