@@ -2,4 +2,11 @@
 
 from ejkernel.kernels._aliases import offer
 
-__all__ = offer(__name__, recurrent="linear", recurrent_gla="linear", lightning_attn="linear", attention="attention")
+__all__ = offer(
+    __name__,
+    recurrent="linear",
+    recurrent_gla="linear",
+    lightning_attn="linear",
+    attention="attention",
+    gated_delta_rule="gated_delta_rule",
+)

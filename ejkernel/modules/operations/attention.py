@@ -129,7 +129,8 @@ def attention(
         attention_mask: True = attend, `[B, S]`, `[B, T, S]` or `[B, 1|Hkv|H, T, S]`; applies beside bias and mask_info.
         init_bias: gives the bias; called only when neither a bias nor a mask is given.
         deterministic: False turns dropout on.
-        softmax_scale: a number or a traced scalar; None means `D ** -0.5`.
+        softmax_scale: a number or a scalar array; None means `D ** -0.5`. A number is compiled in, so each new one compiles
+            again; an array does not, but cuDNN takes numbers only.
         logits_soft_cap: bounds scores by `cap * tanh(scores / cap)`, before the bias.
         dtype: the compute and output dtype; None takes that of the inputs.
         softmax_dtype: the dtype of logits and exponentials; None means float32 (float64 for float64).

@@ -1,0 +1,43 @@
+"""Which schedule and chunk length suit a call on xla, from measurements (benchmarks/RESULTS.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ejkernel.kernels._delta import DeltaProblem, GatedDeltaRuleConfig
+from ejkernel.kernels._linear.config import Schedule
+
+FEW_TOKENS = 8  # below, steps are cheaper than building a chunk on any device
+
+
+def heuristic(problem: DeltaProblem) -> GatedDeltaRuleConfig:
+    """The configuration for a call that nobody has measured."""
+    T = problem.shape[1]
+    if isinstance(T, int) and T <= FEW_TOKENS:
+        return _config(problem, "recurrent", T)
+    return _config(problem, "chunked", 64)
+
+
+def candidates(problem: DeltaProblem) -> list[GatedDeltaRuleConfig]:
+    """The configurations worth measuring: both schedules, and the chunk lengths that are ever best."""
+    T = problem.shape[1]
+    if not isinstance(T, int):
+        return [heuristic(problem)]
+    if T <= FEW_TOKENS:
+        return [_config(problem, "recurrent", T), _config(problem, "chunked", T)]
+    found = [_config(problem, schedule, rows) for schedule in ("recurrent", "chunked") for rows in (16, 32, 64, 128)]
+    return list(dict.fromkeys(found))
+
+
+def _config(problem: DeltaProblem, schedule: Schedule, rows: int) -> GatedDeltaRuleConfig:
+    return GatedDeltaRuleConfig(schedule, fitting_rows(problem, rows), platform="xla")
+
+
+def fitting_rows(problem: DeltaProblem, rows: int) -> int:
+    """A chunk no longer than the call or the mean packed sequence: it costs the same whether it is full or not."""
+    tokens: Any = problem.shape[1]
+    if not isinstance(tokens, int):
+        return rows
+    if problem.cu_seqlens is not None:
+        tokens = tokens // max(problem.sequences, 1)
+    return min(1 << max(rows - 1, 0).bit_length(), 1 << max(tokens - 1, 0).bit_length())
