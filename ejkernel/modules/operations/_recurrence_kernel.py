@@ -55,7 +55,7 @@ class RecurrenceKernel(RegistryKernel[LinearConfig, Any]):
 
     def differentiable(self, inv: Invocation[Any, Any]) -> bool:
         """Calls of a few tokens are steps of a decoder, which nobody trains through: they are tuned for the step alone."""
-        return inv.problem.shape[1] > DECODED_TOKENS
+        return bool(inv.problem.shape[1] > DECODED_TOKENS)
 
     def length_axes(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Tokens are a length, and so is the number of packed sequences."""

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from ejkernel.kernels._delta import GATED_DELTA_RULE, GatedDeltaRuleConfig
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations._recurrence_kernel import RecurrenceKernel
+from ejkernel.modules.operations._results import OutputAndState
 
 __all__ = ["GatedDeltaRule", "GatedDeltaRuleConfig", "gated_delta_rule"]
 
@@ -45,7 +46,7 @@ def gated_delta_rule(
     return_state: bool = False,
     platform: str | None = None,
     cfg: GatedDeltaRuleConfig | None = None,
-) -> Float[Array, "*batch T H V"] | tuple[Float[Array, "*batch T H V"], Float[Array, "N H K V"]]:
+) -> Float[Array, "*batch T H V"] | OutputAndState:
     """The delta rule: what is written is the error of what the state already predicts, not the value itself.
 
         h' = exp(g_t) h_{t-1};   e_t = v_t - k_t h';   h_t = h' + beta_t k_t^T e_t;   o_t = softmax_scale * q_t h_t

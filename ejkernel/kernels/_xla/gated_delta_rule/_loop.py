@@ -42,7 +42,7 @@ class Plan:
 
     @property
     def matmul(self) -> Matmul:
-        return Matmul(self.state, self.state)
+        return Matmul(self.state, self.state, on_cpu=self.skip_unused)
 
     def layout(self, tokens: Any, cu_seqlens: Array | None, keep_states: bool) -> Layout:
         if cu_seqlens is not None:
