@@ -167,7 +167,7 @@ CASES: list[DeltaCase] = [
         if kind != "mild"
     ),
     *(
-        DeltaCase(f"{_label(g)}-{keys}-beta-{beta.replace(' ', '-')}", gate=g, key_kind=keys, beta_kind=beta, initial_state=True)
+        DeltaCase(f"{_label(g)}-{keys}-{beta.replace(' ', '-')}", gate=g, key_kind=keys, beta_kind=beta, initial_state=True)
         for g, keys, beta in (
             (None, "correlated", "near two"), ("head", "correlated", "to two"), ("channel", "correlated", "near two"),
             (None, "identical", "near two"), ("head", "identical", "usual"), ("channel", "identical", "to two"),

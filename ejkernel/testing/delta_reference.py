@@ -72,7 +72,8 @@ def _packed(per_token: tuple, scale: Any, state: Any, offsets: np.ndarray, optio
     for n, (start, end) in enumerate(itertools.pairwise(offsets)):
         mine: list[Any] = [None if x is None else x[:, start:end] for x in per_token]
         begin = state if state is None or jnp.ndim(state) == 3 else state[n]
-        output, final = delta_reference(*mine, scale, begin, **options)
+        q, k, v, b, g = mine
+        output, final = delta_reference(q, k, v, b, g, scale, begin, **options)
         outputs.append(output)
         states.append(final)
     output = jnp.concatenate(outputs, 1)

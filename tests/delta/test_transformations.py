@@ -89,7 +89,8 @@ def test_forward_mode_checkpoint_and_scan_equal_reverse_mode():
     slope = jax.jit(jax.grad(call))(arrays)
     moved = jax.jit(lambda a: jax.jvp(call, (a,), (a,))[1])(arrays)
     np.testing.assert_allclose(moved, sum(jnp.vdot(slope[name], arrays[name]) for name in arrays), rtol=1e-4)
-    layers = lambda a: jax.lax.scan(lambda y, s: (y + jax.checkpoint(call)({n: x * s for n, x in a.items()}), None), 0.0, jnp.ones(2))[0]
+    layer = lambda a, s: jax.checkpoint(call)({name: x * s for name, x in a.items()})
+    layers = lambda a: jax.lax.scan(lambda y, s: (y + layer(a, s), None), 0.0, jnp.ones(2))[0]
     twice = jax.jit(jax.grad(layers))(arrays)
     assert all(relative_rms(twice[name], 2 * slope[name]) < 1e-5 for name in arrays)
 
@@ -129,20 +130,25 @@ def test_a_mesh_with_explicit_axes(case):
 def test_symbolic_sizes_can_be_exported():
     arrays, options = CASE.arguments()
     batch, time = jax.export.symbolic_shape("b, t")
-    sizes = {name: (batch, *x.shape[1:]) if name == "initial_state" else (batch, time, *x.shape[2:]) for name, x in arrays.items()}
+    leading = lambda name: (batch,) if name == "initial_state" else (batch, time)
+    sizes = {name: (*leading(name), *x.shape[len(leading(name)) :]) for name, x in arrays.items()}
     slope = jax.jit(jax.grad(lambda arrays: total(gated_delta_rule(**arrays, **options))))
     exported = jax.export.export(slope)({name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()})
     got, want = exported.call(arrays), slope(arrays)
     assert all(relative_rms(got[name], want[name]) < 1e-5 for name in arrays)
 
 
-@pytest.mark.parametrize("setting", [functools.partial(jax.numpy_dtype_promotion, "strict"), functools.partial(jax.numpy_rank_promotion, "raise")])
+SETTINGS = {"dtypes": (jax.numpy_dtype_promotion, "strict"), "ranks": (jax.numpy_rank_promotion, "raise")}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("gate", [None, "head", "channel"])
 def test_strict_promotion(setting, gate):
     case = DeltaCase("strict", gate=gate, lengths=(6, 0, 9), heads=4, l2norm=True, dtype="bfloat16", **SMALL)
     arrays, options = case.arguments()
     options["softmax_scale"] = jnp.float32(0.3)
-    with setting():
+    promotion, value = SETTINGS[setting]
+    with promotion(value):
         run = lambda arrays: operation(**arrays, **options)
         jax.jit(lambda arrays: jax.vjp(run, arrays)[1](run(arrays))).lower(arrays)
         jax.jit(lambda arrays: gated_delta_rule(**arrays, **options, cfg=RECURRENT)).lower(arrays)

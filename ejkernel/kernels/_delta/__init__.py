@@ -1,4 +1,4 @@
-"""What every platform of the delta rule shares: the problem, its argument checks, the config and the platform-level signature."""
+"""What every platform of the delta rule shares: the problem, its checks, the config and the signature."""
 
 from ejkernel.kernels._delta.config import GatedDeltaRuleConfig
 from ejkernel.kernels._delta.problem import DeltaProblem

@@ -68,7 +68,8 @@ def causal_conv1d(
         raise ValueError(f"activation must be None or 'silu'; got {activation!r}.")
     if not isinstance(return_state, (bool, np.bool_)):
         raise TypeError(f"return_state must be True or False; got {return_state!r}.")
-    arrays = {"x": rows, "weight": weight} | ({} if bias is None else {"bias": bias}) | ({} if state is None else {"state": state})
+    given = {"x": rows, "weight": weight, "bias": bias, "state": state}
+    arrays = {name: array for name, array in given.items() if array is not None}
     placed = [(("x", 0), None, ("x", 2)), (None if offsets is not None else ("x", 0), None, ("x", 2))]
     run = functools.partial(_run, activation, return_state)
     y, *last = over_explicit_axes(run, arrays, placed[: 1 + return_state], ("x",))(arrays, offsets)

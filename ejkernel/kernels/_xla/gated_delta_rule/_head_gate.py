@@ -36,6 +36,8 @@ def gradients(mm: Matmul, q: Array, k: Array, s: Scores, D: Decay | None, d: Sco
     dqP, dkP, dks = d.qP, d.kP, d.ks
     dg = None
     if D is not None:
+        assert D.pre is not None
+        assert D.suf is not None
         dg = _gate_gradient(mm, dN * s.N + dM * s.M, s, d)
         dN, dM = dN * D.matrix, dM * D.matrix
         dqP, dkP, dks = dqP * D.pre, dkP * D.pre, dks * D.suf
@@ -46,7 +48,7 @@ def gradients(mm: Matmul, q: Array, k: Array, s: Scores, D: Decay | None, d: Sco
 
 
 def _gate_gradient(mm: Matmul, from_scores: Array, s: Scores, d: ScoresGrads) -> Array:
-    """Row r's decay is a factor of every N, M [t, s] with s < r <= t, of qP, kP [t] with t >= r, of ks [s] with s < r, of total.
+    """Row r's decay is a factor of N, M [t, s] with s < r <= t, of qP, kP [t] with t >= r, of ks [s] with s < r, of total.
 
     Only additions: nothing cancels that does not cancel in the sum itself.
     """

@@ -123,7 +123,7 @@ def backward(
 
 
 def _scan(plan: Plan, chunk: Callable, start: Any, xs: tuple, reverse: bool) -> Any:
-    """`lax.scan`, whose chunks that no packed sequence uses change nothing. A single chunk needs no loop: a step of a decoder."""
+    """`lax.scan`, whose chunks that no packed sequence uses change nothing. A single chunk, as in decoding, needs no loop."""
     if jax.tree.leaves(xs)[0].shape[0] == 1:
         carry, y = chunk(start, jax.tree.map(lambda x: x[0], xs))
         return carry, jax.tree.map(lambda x: x[None], y)

@@ -53,7 +53,8 @@ def unit_lower(mm: Matmul, L: Array) -> UnitLower:
     """`I + L`; C is a power of two."""
     tile = min(TILE, L.shape[-1])
     tiles = diagonal_blocks(L, tile)  # [..., C/tile, tile, tile]
-    X = fitted(np.eye(tile, dtype=np.dtype(L.dtype)), tiles.ndim) - masked(tiles, level_pairs(1, tile))
+    identity = jnp.asarray(fitted(np.eye(tile), tiles.ndim), L.dtype)
+    X = identity - masked(tiles, level_pairs(1, tile))
     h = 2
     while h < tile:
         X = X - mm.nn(mm.nn(X, masked(tiles, level_pairs(h, tile))), X)
