@@ -68,10 +68,10 @@ class Kernel(Generic[Cfg, Out]):
         """The function that computes the operation with this configuration."""
         raise NotImplementedError(f"{type(self).__name__} must define get_impl(cfg) or run(*args, cfg, **kwargs).")
 
-    # Subclasses name the arguments that they take. A type checker allows that only where these say no more than *args, **kwargs.
+    # A subclass names the arguments that it takes, which type checkers allow where these say no more than *args and **kwargs.
 
     def run(self, *args: Any, **kwargs: Any) -> Out:
-        """Computes the operation on arrays, concrete or traced, with the configuration `cfg`: `run(*args, cfg=cfg, **kwargs)`."""
+        """`run(*args, cfg=cfg, **kwargs)`: computes the operation on arrays, concrete or traced, with this configuration."""
         if "cfg" not in kwargs:
             raise TypeError(f"{type(self).__name__}.run needs a configuration: cfg=...")
         cfg: Cfg = kwargs.pop("cfg")
@@ -84,8 +84,8 @@ class Kernel(Generic[Cfg, Out]):
     def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """`vjp(residuals, y, dy, *args, cfg=cfg, **kwargs)`: one gradient per positional argument of `run`, of its structure.
 
-        None stands where there is none. `residuals` is what `fwd_with_residuals` gave beside the result, `y` the result, and `dy`
-        the gradient with respect to the result.
+        None stands where there is none. `residuals` is what `fwd_with_residuals` gave beside the result, `y` the result, `dy`
+        the gradient with respect to it.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no vjp.")
 

@@ -28,6 +28,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops import trial as trial_module
 from ejkernel.ops.compare import difference
+from ejkernel.ops.key import thread_settings
 from ejkernel.ops.trial import Trial
 from tests.ops import racers
 from tests.ops.racers import Race, Racer
@@ -268,7 +269,7 @@ def test_promise_8_tuning_uses_random_arguments_of_the_calls_shapes_and_settings
     class Watched(Toy):
         def random_inputs(self, inv, key):
             args, kwargs = super().random_inputs(inv, key)
-            seen.append((args[0].x, args[0].reverse, jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision))
+            seen.append((args[0].x, args[0].reverse, *thread_settings()[:2]))
             return args, kwargs
 
     chain = ConfigSelectorChain(policy=AUTOTUNE, tuner=Tuner(0, 1))

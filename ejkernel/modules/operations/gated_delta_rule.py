@@ -25,9 +25,13 @@ class GatedDeltaRule(RecurrenceKernel):
 
     def drawn(self, named: dict[str, Any]) -> dict[str, Any]:
         """Keys of length 1 and strengths from 0 to 1, as layers have them: other ones amplify without bound."""
-        unit = lambda x: (x / jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)).astype(x.dtype)
         beta = jax.nn.sigmoid(named["beta"].astype(jnp.float32)).astype(named["beta"].dtype)
-        return {**named, "query": unit(named["query"]), "key": unit(named["key"]), "beta": beta}
+        return {**named, "query": _unit(named["query"]), "key": _unit(named["key"]), "beta": beta}
+
+
+def _unit(x: Array) -> Array:
+    lengths: Array = jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)
+    return (x / lengths).astype(x.dtype)
 
 
 @GatedDeltaRule.called_by_users
