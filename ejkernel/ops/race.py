@@ -27,7 +27,7 @@ _HOPELESS = 2.0  # times the best: not measured further after three rounds
 class Race:
     """The state of one tuning; see `Tuner` for what it does."""
 
-    def __init__(self, tuner: Tuner, inv: Invocation, backward: bool):
+    def __init__(self, tuner: Tuner, inv: Invocation[Any, Any], backward: bool):
         self.tuner, self.inv, self.backward = tuner, inv, backward
         self.start = time.monotonic()
         self.worker = Worker(inv.device)

@@ -38,7 +38,7 @@ class Chosen:
     config: Any
     record: Mapping[str, Any] = field(repr=False)
     key: str = field(repr=False)
-    invocation: Invocation | None = field(default=None, repr=False, compare=False)
+    invocation: Invocation[Any, Any] | None = field(default=None, repr=False, compare=False)
     route: str | None = None
 
     @property
@@ -116,13 +116,13 @@ _choices: dict[tuple[str, str, str], Chosen] = {}
 _lock = threading.Lock()
 
 
-def describe(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> Chosen:
+def describe(inv: Invocation[Any, Any], level: str, config: Any, record: Mapping[str, Any]) -> Chosen:
     """A choice as the report shows it."""
     arguments = {**inv.shapes, **inv.static, **{f"{name} placed": text for name, text in inv.placement.items()}}
     return Chosen(inv.kernel.op_id, arguments, level, config, record, inv.key, inv, inv.kernel.route(inv, config))
 
 
-def note(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> None:
+def note(inv: Invocation[Any, Any], level: str, config: Any, record: Mapping[str, Any]) -> None:
     """Adds a choice to the report, once per key, level and configuration.
 
     Memory mostly repeats what disk or tuning said before, so it is listed only where neither did.

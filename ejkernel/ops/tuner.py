@@ -79,7 +79,7 @@ class Tuner:
         self.max_seconds, self.candidate_seconds, self.min_gain = max_seconds, candidate_seconds, min_gain
         self.progress = progress
 
-    def tune(self, inv: Invocation, validate_backward: bool = False) -> Tuned:
+    def tune(self, inv: Invocation[Any, Any], validate_backward: bool = False) -> Tuned:
         """The best configuration for a call.
 
         Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +126,7 @@ def test_transformations():
 
 def test_shard_map_sums_the_gradient_of_shared_weights():
     mesh, one = Mesh(np.array(jax.devices()[:1]), ("x",)), arguments((9,))[0]
-    specs = {"mesh": mesh, "in_specs": (PartitionSpec("x"), PartitionSpec()), "out_specs": PartitionSpec("x")}
+    specs: dict[str, Any] = {"mesh": mesh, "in_specs": (PartitionSpec("x"), PartitionSpec()), "out_specs": PartitionSpec("x")}
     loss = lambda weight, run: jnp.sum(jnp.sin(run(one["x"], weight)))
     got = jax.grad(loss)(one["weight"], jax.shard_map(causal_conv1d, **specs))
     np.testing.assert_allclose(got, jax.grad(loss)(one["weight"], causal_conv1d), rtol=1e-6)

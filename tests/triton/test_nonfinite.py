@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._triton.recurrent import recurrent
+from ejkernel.kernels._triton import recurrent
 from tests.triton.linear_cases import Case
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="interpreted on the host")

@@ -61,7 +61,7 @@ def many(case):
 
 
 def assert_equal(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(*map(np.float32, (a, b)), rtol=2e-5, atol=2e-5), got, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2e-5, atol=2e-5), got, want)
 
 
 @pytest.mark.parametrize(

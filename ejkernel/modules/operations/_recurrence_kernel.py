@@ -53,15 +53,15 @@ class RecurrenceKernel(RegistryKernel[LinearConfig, Any]):
             return (*args[:place], array, *args[place + 1 :]), kwargs
         return args, {**kwargs, "cu_seqlens": array}
 
-    def differentiable(self, inv: Invocation) -> bool:
+    def differentiable(self, inv: Invocation[Any, Any]) -> bool:
         """Calls of a few tokens are steps of a decoder, which nobody trains through: they are tuned for the step alone."""
-        return inv.problem.shape[1] > DECODED_TOKENS
+        return bool(inv.problem.shape[1] > DECODED_TOKENS)
 
     def length_axes(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Tokens are a length, and so is the number of packed sequences."""
         return (1,) if name in self.per_token else (0,) if name == "cu_seqlens" else ()
 
-    def random_inputs(self, inv: Invocation, key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def random_inputs(self, inv: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gates of every strength, and sequences of nearly equal length.
 
         Normal numbers as gates would amplify, and sequences of no length would do nothing.

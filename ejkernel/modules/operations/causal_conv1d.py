@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from ejkernel.kernels._linear import checks
 from ejkernel.kernels._linear.checks import float_array
 from ejkernel.kernels._xla._common.explicit_mesh import over_explicit_axes
+from ejkernel.modules.operations._results import OutputAndState
 
 __all__ = ["causal_conv1d"]
 
@@ -28,7 +29,7 @@ def causal_conv1d(
     *,
     activation: Activation | None = None,
     return_state: bool = False,
-) -> Float[Array, "B T C"] | Float[Array, "tokens C"] | tuple[Array, Float[Array, "N W-1 C"]]:
+) -> Float[Array, "B T C"] | Float[Array, "tokens C"] | OutputAndState:
     """A depthwise convolution of each channel with its own W past inputs: y_t = activation(sum_j weight_j x_{t-W+1+j} + bias).
 
     Sums are in float32 (float64 for float64); every argument has its gradient. Sequences of a packed row do not see each other.

@@ -16,4 +16,6 @@ __all__ = [
 
 
 # One recurrence, one configuration: the three names are the same class.
-RecurrentAttentionConfig = GLAttentionConfig = LightningAttentionConfig = LinearConfig
+RecurrentAttentionConfig = LinearConfig
+GLAttentionConfig = LinearConfig
+LightningAttentionConfig = LinearConfig

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from ejkernel.kernels._delta import GATED_DELTA_RULE, GatedDeltaRuleConfig
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations._recurrence_kernel import RecurrenceKernel
+from ejkernel.modules.operations._results import OutputAndState
 
 __all__ = ["GatedDeltaRule", "GatedDeltaRuleConfig", "gated_delta_rule"]
 
@@ -24,9 +25,13 @@ class GatedDeltaRule(RecurrenceKernel):
 
     def drawn(self, named: dict[str, Any]) -> dict[str, Any]:
         """Keys of length 1 and strengths from 0 to 1, as layers have them: other ones amplify without bound."""
-        unit = lambda x: (x / jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)).astype(x.dtype)
         beta = jax.nn.sigmoid(named["beta"].astype(jnp.float32)).astype(named["beta"].dtype)
-        return {**named, "query": unit(named["query"]), "key": unit(named["key"]), "beta": beta}
+        return {**named, "query": _unit(named["query"]), "key": _unit(named["key"]), "beta": beta}
+
+
+def _unit(x: Array) -> Array:
+    lengths: Array = jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)
+    return (x / lengths).astype(x.dtype)
 
 
 @GatedDeltaRule.called_by_users
@@ -45,7 +50,7 @@ def gated_delta_rule(
     return_state: bool = False,
     platform: str | None = None,
     cfg: GatedDeltaRuleConfig | None = None,
-) -> Float[Array, "*batch T H V"] | tuple[Float[Array, "*batch T H V"], Float[Array, "N H K V"]]:
+) -> Float[Array, "*batch T H V"] | OutputAndState:
     """The delta rule: what is written is the error of what the state already predicts, not the value itself.
 
         h' = exp(g_t) h_{t-1};   e_t = v_t - k_t h';   h_t = h' + beta_t k_t^T e_t;   o_t = softmax_scale * q_t h_t

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from ejkernel.kernels._linear.operations import GLA
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations._recurrence_kernel import RecurrenceKernel
+from ejkernel.modules.operations._results import OutputAndState
 from ejkernel.modules.operations.configs import GLAttentionConfig
 
 __all__ = ["GLAttention", "GLAttentionConfig", "gla_attention"]
@@ -34,7 +35,7 @@ def gla_attention(
     return_state: bool = False,
     platform: str | None = None,
     cfg: GLAttentionConfig | None = None,
-) -> Float[Array, "*batch T H V"] | tuple[Float[Array, "*batch T H V"], Float[Array, "N H K V"]]:
+) -> Float[Array, "*batch T H V"] | OutputAndState:
     """Gated linear attention: h_t = exp(g_t) * h_{t-1} + k_t^T v_t, o_t = softmax_scale * q_t h_t.
 
     Args:

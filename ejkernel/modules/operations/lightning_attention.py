@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from ejkernel.kernels._linear.operations import LIGHTNING
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations._recurrence_kernel import RecurrenceKernel
+from ejkernel.modules.operations._results import OutputAndState
 from ejkernel.modules.operations.configs import LightningAttentionConfig
 
 __all__ = ["LightningAttention", "LightningAttentionConfig", "lightning_attention"]
@@ -33,7 +34,7 @@ def lightning_attention(
     return_state: bool = False,
     platform: str | None = None,
     cfg: LightningAttentionConfig | None = None,
-) -> Float[Array, "*batch T H V"] | tuple[Float[Array, "*batch T H V"], Float[Array, "N H K V"]]:
+) -> Float[Array, "*batch T H V"] | OutputAndState:
     """Linear attention with the decay h_t = exp(gamma_h) * h_{t-1} + k_t^T v_t of head h, o_t = softmax_scale * q_t h_t.
 
     gamma = -(8 / H * (1 - layer_idx / num_layers)) * arange(H): head 0 keeps everything, deeper layers keep more.

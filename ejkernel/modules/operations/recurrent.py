@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from ejkernel.kernels._linear.operations import RECURRENT
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations._recurrence_kernel import RecurrenceKernel
+from ejkernel.modules.operations._results import OutputAndState
 from ejkernel.modules.operations.configs import RecurrentAttentionConfig
 
 __all__ = ["RecurrentAttention", "RecurrentAttentionConfig", "recurrent_attention"]
@@ -35,7 +36,7 @@ def recurrent_attention(
     return_state: bool = False,
     platform: str | None = None,
     cfg: RecurrentAttentionConfig | None = None,
-) -> Float[Array, "*batch T H V"] | tuple[Float[Array, "*batch T H V"], Float[Array, "N H K V"]]:
+) -> Float[Array, "*batch T H V"] | OutputAndState:
     """Gated linear attention: h_t = decay_t * h_{t-1} + k_t^T v_t, o_t = softmax_scale * q_t h_t.
 
     The decay is the product of exp(gate) over the gates that are given. Gates are in log space: 0 keeps the state, -inf

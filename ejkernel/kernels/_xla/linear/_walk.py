@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -98,6 +98,7 @@ def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: b
         zeros(slots.capacity, B, H, K, V) if keep_states else None,
     )
     count: Array | int = slots.count
+    used: Callable[..., Any]
     if plan.known_length and packed:
         count, used = slots.capacity, functools.partial(_if_used, slots, body)
     else:
