@@ -17,6 +17,7 @@ from jax import lax
 
 from ejkernel.ops import (
     AutotunePolicy,
+    ConfigCache,
     ConfigSelectorChain,
     ConfigWarning,
     Executor,
