@@ -141,8 +141,6 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
             return list(plain(*args))
 
         parts.append(jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))[1])
-    if not parts:
-        return out, [ad.Zero.from_primal_value(x) for x in out]
     return out, parts[0] if len(parts) == 1 else [x + y for x, y in zip(*parts, strict=True)]
 
 

@@ -99,12 +99,11 @@ def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: b
         initial if packed else None,
         zeros(slots.capacity, B, H, K, V) if keep_states else None,
     )
-    count: Array | int = slots.count
     if plan.known_length and packed:
-        count, used = slots.capacity, functools.partial(_if_used, slots, body)
+        end = lax.fori_loop(0, slots.capacity, functools.partial(_if_used, slots, body), start)
     else:
-        used = body
-    state, output, finals, states = lax.fori_loop(0, count, used, start)
+        end = lax.fori_loop(0, slots.count, body, start)
+    state, output, finals, states = end
     return output[:, :T], finals if packed else state, states
 
 
