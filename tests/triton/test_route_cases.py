@@ -2,12 +2,12 @@
 
 import dataclasses
 
-import jax
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from ejkernel.kernels._linear.platform_function import recurrent_problem
+from ejkernel._device import device_of
+from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
 from ejkernel.kernels._triton.linear import TritonLinear
 from ejkernel.kernels._triton.linear._plan import Plan
 from ejkernel.kernels._triton.linear.routes import ROUTES, route_of
@@ -16,7 +16,7 @@ from tests.triton.along import run_along
 from tests.triton.linear_cases import BY_ROUTE
 from tests.triton.linear_reference import value_and_grads
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="interpreted on the host")
+pytestmark = pytest.mark.skipif(device_of(()).backend != "cpu", reason="interpreted on the host")
 COMPILER_ONLY = ("num_warps", "num_stages")  # what the interpreter does not see
 
 
