@@ -2,7 +2,7 @@
 
 On a CPU a step costs two passes over the states, which is cheap while one stays in the inner cache: up to 64 x 64 the forward
 pass goes step by step, beyond by chunks. The backward pass is always chunked, and 32 tokens are best for it. On accelerators a
-step is a kernel launch or worse.
+step is a kernel launch or worse. Chunks of 64 would also cost digits where keys are correlated and beta is near 2.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ def heuristic(problem: DeltaProblem) -> GatedDeltaRuleConfig:
     _, T, _, K, V = problem.shape
     if isinstance(T, int) and T <= FEW_TOKENS:
         return _config(problem, "recurrent", T)
-    if problem.device.backend != "cpu":
-        return _config(problem, "chunked", 64)
-    return _config(problem, "recurrent" if K * V <= SMALL_STATE else "chunked", 32)
+    stepwise = problem.device.backend == "cpu" and K * V <= SMALL_STATE
+    return _config(problem, "recurrent" if stepwise else "chunked", 32)
 
 
 def candidates(problem: DeltaProblem) -> list[GatedDeltaRuleConfig]:
