@@ -27,6 +27,12 @@ def _implementations() -> list:
     return [pytest.param(e, id=str(e.platform), marks=[pytest.mark.gpu] * (e.backend is Backend.GPU)) for e in entries]
 
 
+@functools.cache
+def with_config(function, cfg: GatedDeltaRuleConfig):
+    """One object for each function and config, so that cases of the same shapes compile once."""
+    return functools.partial(function, cfg=cfg)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("entry", _implementations())
 def test_matches_reference(entry, case: DeltaCase):
@@ -34,9 +40,9 @@ def test_matches_reference(entry, case: DeltaCase):
     if (reason := entry.function.implementation.supports(delta_problem(**arrays, **options))) is not None:
         pytest.skip(f"refused: {reason}")
     want, tolerance = expected(case)
-    assert_close(case.evaluate(functools.partial(entry.function, cfg=CHUNKED)), want, tolerance)
+    assert_close(case.evaluate(with_config(entry.function, CHUNKED)), want, tolerance)
     values = {name: want[name] for name in ("output", "state")}
-    assert_close(case.values(functools.partial(entry.function, cfg=RECURRENT)), values, tolerance)
+    assert_close(case.values(with_config(entry.function, RECURRENT)), values, tolerance)
 
 
 @pytest.mark.parametrize("name", ["head", "packed-channel-reverse", "l2norm-packed"])
