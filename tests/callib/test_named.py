@@ -1,5 +1,7 @@
 """`triton_call` with arguments and outputs by name: nothing is filled by its place, and what does not fit is said."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,7 +85,7 @@ def test_outputs_are_last():
 
 
 def test_launches_are_seen_instead():
-    seen = []
+    seen: list[Any] = []
     with instead_of_launching(seen.append):
         found = call()
     (launch,) = seen

@@ -1,6 +1,7 @@
 """Every route on bfloat16 calls with 64 channels and more, weakly gated chunks and resets, with all tiles it is tuned over."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def interpreted_alike(cfg):
 def tried(case):
     """The case's candidates, one of each kind that the interpreter can tell apart, by their routes."""
     problem = recurrent_problem(**case.arrays())
-    found = {}
+    found: dict[str, Any] = {}
     for cfg in TritonLinear().candidates(problem):
         plan = Plan.of(problem, cfg)
         kinds = route_of(plan).name, interpreted_alike(cfg)
