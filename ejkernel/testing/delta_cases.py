@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels._delta import DeltaProblem, delta_problem
 from ejkernel.testing.compare import LINEAR_TOLERANCES, relative_rms
 from ejkernel.testing.delta_reference import delta_reference
 from ejkernel.testing.linear_cases import GATE_KINDS
@@ -77,6 +78,12 @@ class DeltaCase:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def problem(self) -> DeltaProblem:
+        """The call as an implementation sees it."""
+        arrays, options = self.arguments()
+        return delta_problem(**arrays, **options)
 
     @property
     def amplifies(self) -> bool:
@@ -146,7 +153,8 @@ class DeltaCase:
         options = {"reverse": self.reverse, "softmax_scale": self.scale, "use_qk_l2norm": self.l2norm, "cu_seqlens": offsets}
         return tuple(options.items())
 
-    def tolerance(self, want: dict[str, np.ndarray]) -> tuple[float, float]:
+    @functools.cached_property
+    def tolerance(self) -> tuple[float, float]:
         """The largest errors allowed of values and gradients.
 
         Where the rule amplifies rounding: 4 times the largest error of the float32 step-by-step form, if that is more.
@@ -155,7 +163,7 @@ class DeltaCase:
         if not self.amplifies or self.dtype == "float64":
             return values, gradients
         narrow = {name: x.astype(jnp.float32) for name, x in self.arguments()[0].items()}
-        got = _jitted(_STEP_BY_STEP, self._static(), narrow, self.weights())
+        got, want = _jitted(_STEP_BY_STEP, self._static(), narrow, self.weights()), self.expected()
         errors = {name: relative_rms(got[name], want[name]) for name in want}
         of_values = max(errors[name] for name in ("output", "state"))
         return max(values, 4 * of_values), max(gradients, 4 * max(errors.values()))

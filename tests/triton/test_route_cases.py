@@ -28,7 +28,7 @@ def interpreted_alike(cfg):
 def tried(case):
     """The case's candidates, one of each kind that the interpreter can tell apart, by their routes."""
     problem = recurrent_problem(**case.arrays())
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
     for cfg in TritonLinear().candidates(problem):
         plan = Plan.of(problem, cfg)
         kinds = route_of(plan).name, interpreted_alike(cfg)
