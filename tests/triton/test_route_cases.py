@@ -17,7 +17,8 @@ from tests.triton.along import run_along
 from tests.triton.linear_cases import BY_ROUTE
 from tests.triton.linear_reference import value_and_grads
 
-pytestmark = pytest.mark.skipif(device_of(()).backend != "cpu", reason="interpreted on the host")
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="interpreted on the host")
+DEFAULT_ALONE = {"key and value gate"}  # its kernels' other tiles are those of "outputs in the scan", which is tried with all
 COMPILER_ONLY = ("num_warps", "num_stages")  # what the interpreter does not see
 
 
@@ -42,7 +43,7 @@ def test_every_candidate_is_right(name):
     want_values, want_grads = value_and_grads(case.arrays(), case.weights(), case.shape[4] ** -0.5)
     first, *_ = routes = tried(case)
     assert name in (first.name, first.differentiated(constant_decay="g_gamma" in case.gates).name)
-    for route in routes:
+    for route in routes[: 1 if name in DEFAULT_ALONE else None]:
         values, grads = run_along(case, route)
         errors = [relative_rms(x, y) for x, y in zip(values, want_values, strict=True)]
         errors += [relative_rms(grads[n], want_grads[n]) for n in grads]
