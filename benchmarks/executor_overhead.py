@@ -96,7 +96,10 @@ def operations() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
     return {
         "recurrent": (recurrent_attention, (one, one, one)),
         "gla, a gate per key channel": (gla_attention, (one, one, one, -one)),
-        "gla, packed, rank 3": (lambda *a: gla_attention(*a[:-1], cu_seqlens=a[-1]), (row, row, row, gate, offsets)),
+        "gla, packed, rank 3": (
+            lambda q, k, v, g, at: gla_attention(q, k, v, g, cu_seqlens=at),
+            (row, row, row, gate, offsets),
+        ),
         "gla, scale as an array": (lambda *a: gla_attention(*a[:-1], softmax_scale=a[-1]), (one, one, one, scale)),
         "lightning": (lambda *a: lightning_attention(*a, layer_idx=1, num_layers=4), (one, one, one)),
         "attention, float32": (lambda *a: softmax(*a, dtype=None), (one, one, one)),

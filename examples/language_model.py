@@ -163,7 +163,7 @@ def evaluate(model: LanguageModel, text: np.ndarray, length: int = 1024) -> floa
     rows = text[: (len(text) - 1) // length * length + 1]
     windows = np.stack([rows[i : i + length + 1] for i in range(0, len(rows) - 1, length)])
     loss = eqx.filter_jit(loss_of)
-    return float(np.mean([loss(model, windows[i : i + 1]) for i in range(len(windows))]))
+    return float(np.mean([loss(model, jnp.asarray(windows[i : i + 1])) for i in range(len(windows))]))
 
 
 # --8<-- [start:generate]

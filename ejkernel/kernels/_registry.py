@@ -115,7 +115,7 @@ class KernelRegistry:
         """
         self._package = package
         self._families, self._aliases = dict(families or {}), dict(aliases or {})
-        self._implementations: dict[str, list[Implementation]] = {}
+        self._implementations: dict[str, list[Registered]] = {}
         self._import_failures: dict[tuple[str, Platform], str] = {}
         self._visited: set[tuple[str, Platform]] = set()
         self._lock = threading.RLock()
@@ -197,7 +197,7 @@ class KernelRegistry:
         refused += [f"{at}: its import failed: {why}" for at, why in self._failures(algorithm).items() if wanted in (None, at)]
         raise ValueError(_no_implementation(algorithm, wanted, device, refused, candidates))
 
-    def refusal(self, entry: Implementation, problem: Any = None, backend: Backend | str | None = None) -> str | None:
+    def refusal(self, entry: Registered, problem: Any = None, backend: Backend | str | None = None) -> str | None:
         """Why an implementation cannot take a call on a device; None when it can."""
         device = _wanted_backend(backend, problem)
         reason = _wrong_device(entry, device)

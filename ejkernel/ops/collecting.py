@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -25,9 +25,9 @@ class Calls:
     """The distinct calls found so far, with the chain that would choose for each."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[int, str], tuple[ConfigSelectorChain, Invocation]] = {}
+        self.found: dict[tuple[int, str], tuple[ConfigSelectorChain, Invocation[Any, Any]]] = {}
 
-    def add(self, chooser: ConfigSelectorChain, inv: Invocation) -> None:
+    def add(self, chooser: ConfigSelectorChain, inv: Invocation[Any, Any]) -> None:
         self.found.setdefault((id(chooser), inv.key), (chooser, inv))
 
 
@@ -41,4 +41,5 @@ def collecting() -> Iterator[Calls]:
 
 def current() -> Calls | None:
     """The list being made, if any."""
-    return _active.value
+    calls: Calls | None = _active.value
+    return calls

@@ -30,7 +30,7 @@ def nan_in(tree: Any) -> bool:
     return any(is_float(leaf) and bool(jnp.isnan(leaf).any()) for leaf in tree_util.tree_leaves(tree))
 
 
-def difference(kernel: Kernel, arguments: Iterable[Any], expected: Any, found: Any, what: str) -> str | None:
+def difference(kernel: Kernel[Any, Any], arguments: Iterable[Any], expected: Any, found: Any, what: str) -> str | None:
     """Why `found` is not the same result as `expected`; None when it is.
 
     Floats are compared by their largest error against the largest value, and by their mean square error against the mean
@@ -59,7 +59,7 @@ def difference(kernel: Kernel, arguments: Iterable[Any], expected: Any, found: A
     return None
 
 
-def _leaf_difference(kernel: Kernel, least: float, right: Any, leaf: Any, where: str) -> str | None:
+def _leaf_difference(kernel: Kernel[Any, Any], least: float, right: Any, leaf: Any, where: str) -> str | None:
     dtype = jnp.result_type(right)
     if dtype == jax.dtypes.float0 or np.prod(jnp.shape(right)) == 0:
         return None

@@ -26,7 +26,7 @@ Check = Callable[..., "Choice | None"]
 _READING_SECONDS = 10.0  # for what is known to be there
 
 
-def agree(inv: Invocation, purpose: str, decide: Callable[[], Choice], check: Check, seconds: float) -> Choice:
+def agree(inv: Invocation[Any, Any], purpose: str, decide: Callable[[], Choice], check: Check, seconds: float) -> Choice:
     """The same choice in every process.
 
     Args:
@@ -57,7 +57,7 @@ def publish(key: str, choice: Choice) -> None:
             _settle(client, _address(key, purpose), _message(choice))
 
 
-def _lead(inv: Invocation, client: Any, address: str, decide: Callable[[], Choice], check: Check) -> Choice:
+def _lead(inv: Invocation[Any, Any], client: Any, address: str, decide: Callable[[], Choice], check: Check) -> Choice:
     try:
         choice = decide()
     except BaseException as problem:
@@ -74,7 +74,7 @@ def _lead(inv: Invocation, client: Any, address: str, decide: Callable[[], Choic
     return _understood(inv, settled, check)
 
 
-def _follow(inv: Invocation, client: Any, address: str, check: Check, seconds: float) -> Choice:
+def _follow(inv: Invocation[Any, Any], client: Any, address: str, check: Check, seconds: float) -> Choice:
     try:
         message = _read(client, address, seconds)
     except Exception as problem:  # whatever ended the wait, this process goes on
@@ -87,7 +87,7 @@ def _follow(inv: Invocation, client: Any, address: str, check: Check, seconds: f
     return _understood(inv, message, check)
 
 
-def _understood(inv: Invocation, message: dict[str, Any], check: Check) -> Choice:
+def _understood(inv: Invocation[Any, Any], message: dict[str, Any], check: Check) -> Choice:
     from ejkernel.ops.config.selection import Level, NoConfigError
 
     if "error" in message:
@@ -96,7 +96,7 @@ def _understood(inv: Invocation, message: dict[str, Any], check: Check) -> Choic
     return agreed or _heuristic(inv, "what process 0 chose cannot run here")
 
 
-def _heuristic(inv: Invocation, why: str) -> Choice:
+def _heuristic(inv: Invocation[Any, Any], why: str) -> Choice:
     from ejkernel.ops.config.selection import Choice, Level
 
     return Choice(inv.kernel.heuristic_cfg(inv), Level.HEURISTICS, {"not_tuned": why})
@@ -104,7 +104,8 @@ def _heuristic(inv: Invocation, why: str) -> Choice:
 
 def _message(choice: Choice) -> dict[str, Any]:
     content = {"level": str(choice.level), "config": to_fields(choice.config), "record": dict(choice.record)}
-    return json.loads(json.dumps(content))  # as it will be read, tuples being lists
+    read: dict[str, Any] = json.loads(json.dumps(content))  # as it will be read, tuples being lists
+    return read
 
 
 def _settle(client: Any, address: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +121,8 @@ def _settle(client: Any, address: str, message: dict[str, Any]) -> dict[str, Any
 
 
 def _read(client: Any, address: str, seconds: float) -> dict[str, Any]:
-    return json.loads(client.blocking_key_value_get(address, int(seconds * 1000)))
+    message: dict[str, Any] = json.loads(client.blocking_key_value_get(address, int(seconds * 1000)))
+    return message
 
 
 def _address(key: str, purpose: str) -> str:

@@ -73,7 +73,8 @@ class Executor:
             inv = Invocation.of(kernel, *args, **kwargs)
             plan = self._plan(inv, self.chooser.choose(inv, _cfg).config)
             _remember(self._known, name, plan)
-        return plan.compiled(*arrays) if concrete and not inside_jit() else plan.inline(*arrays)
+        out: Out = plan.compiled(*arrays) if concrete and not inside_jit() else plan.inline(*arrays)
+        return out
 
     def choose(self, kernel: Kernel[Cfg, Out], *args: Any, _cfg: Cfg | None = None, **kwargs: Any) -> Choice:
         """The configuration that a call would run with, and which level chose it, without running it."""
@@ -86,9 +87,10 @@ class Executor:
         if cfg is None:
             assert calls is not None
             calls.add(self.chooser, inv)
-        return self._plan(inv, kernel.heuristic_cfg(inv) if cfg is None else cfg).inline(*split(args, kwargs)[0])
+        out: Out = self._plan(inv, kernel.heuristic_cfg(inv) if cfg is None else cfg).inline(*split(args, kwargs)[0])
+        return out
 
-    def _plan(self, inv: Invocation, config: Any) -> Plan:
+    def _plan(self, inv: Invocation[Any, Any], config: Any) -> Plan:
         """The plan for a configuration, shared by all shapes that have the same one."""
         config, device = inv.kernel.settled(inv, config), inv.target
         _, layout = split(inv.args, inv.kwargs)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ejkernel.ops.invocation import Invocation, parts, split
 
 
-def random_arguments(inv: Invocation, key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def random_arguments(inv: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`(args, kwargs)` of the invocation's shapes and dtypes: normal floats, zero integers, False booleans.
 
     A sharded array gets the shape of one shard, since one device's share of the work is what is measured.

@@ -47,7 +47,8 @@ class Layout:
         """`(args, kwargs)` with these arrays in place."""
         rest = iter(arrays)
         leaves = [next(rest) if entry is None else entry[1] for entry in self.static]
-        return tree_util.tree_unflatten(self.treedef, leaves)
+        args, kwargs = tree_util.tree_unflatten(self.treedef, leaves)
+        return args, kwargs
 
 
 def split(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Layout]:

@@ -68,21 +68,24 @@ class Kernel(Generic[Cfg, Out]):
         """The function that computes the operation with this configuration."""
         raise NotImplementedError(f"{type(self).__name__} must define get_impl(cfg) or run(*args, cfg, **kwargs).")
 
-    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
-        """Computes the operation on arrays, concrete or traced, with this configuration."""
+    # A subclass names the arguments that it takes, which type checkers allow where these say no more than *args and **kwargs.
+
+    def run(self, *args: Any, **kwargs: Any) -> Out:
+        """`run(*args, cfg=cfg, **kwargs)`: computes the operation on arrays, concrete or traced, with this configuration."""
+        if "cfg" not in kwargs:
+            raise TypeError(f"{type(self).__name__}.run needs a configuration: cfg=...")
+        cfg: Cfg = kwargs.pop("cfg")
         return self.get_impl(cfg)(*args, **kwargs)
 
-    def fwd_with_residuals(self, *args: Any, cfg: Cfg, **kwargs: Any) -> tuple[Out, Any]:
-        """`(result, residuals)`, for a kernel that defines its own gradient together with `vjp`."""
+    def fwd_with_residuals(self, *args: Any, **kwargs: Any) -> tuple[Out, Any]:
+        """`(result, residuals)`, for a kernel that defines its own gradient together with `vjp`; arguments as of `run`."""
         raise NotImplementedError(f"{type(self).__name__} defines no fwd_with_residuals.")
 
-    def vjp(self, residuals: Any, y: Out, dy: Any, *args: Any, cfg: Cfg, **kwargs: Any) -> tuple[Any, ...]:
-        """One gradient per positional argument, of its structure; None where there is none.
+    def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """`vjp(residuals, y, dy, *args, cfg=cfg, **kwargs)`: one gradient per positional argument of `run`, of its structure.
 
-        Args:
-            residuals: what `fwd_with_residuals` gave beside the result.
-            y: the result.
-            dy: the gradient with respect to the result.
+        None stands where there is none. `residuals` is what `fwd_with_residuals` gave beside the result, `y` the result, `dy`
+        the gradient with respect to it.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no vjp.")
 

@@ -110,7 +110,7 @@ def structure_text(treedef: Any, where: str) -> str:
 def device_kind(device: jax.Device) -> str:
     """The device's model. JAX calls every CPU "cpu", so there it is the processor's name and the number of its cores."""
     if device.platform != "cpu":
-        return device.device_kind
+        return str(device.device_kind)
     return f"cpu {_processor()} x{os.cpu_count()}"
 
 

@@ -72,7 +72,7 @@ def load(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return choices
 
 
-def invocation(choice: Mapping[str, Any]) -> Invocation:
+def invocation(choice: Mapping[str, Any]) -> Invocation[Any, Any]:
     """The call of a choice that `load` gave.
 
     Raises:
@@ -107,7 +107,7 @@ def _choice(chosen: Chosen) -> dict[str, Any]:
         return {**written, "call": None, "why_no_call": str(why)}
 
 
-def _encode_call(inv: Invocation) -> dict[str, Any]:
+def _encode_call(inv: Invocation[Any, Any]) -> dict[str, Any]:
     return {
         "kernel": {"class": _class_name(type(inv.kernel)), "attributes": _encode(vars(inv.kernel))},
         "args": [_encode(argument) for argument in inv.args],
@@ -187,9 +187,9 @@ def _dtype(name: str) -> Any:
 _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
-def _kernel(written: Mapping[str, Any]) -> Kernel:
+def _kernel(written: Mapping[str, Any]) -> Kernel[Any, Any]:
     cls = _class(written["class"], lambda cls: issubclass(cls, Kernel))
-    kernel = cls.__new__(cls)
+    kernel: Kernel[Any, Any] = cls.__new__(cls)
     vars(kernel).update(_decode(written["attributes"]))
     return kernel
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ejkernel.ops.config.validity import wrong_record
 from ejkernel.ops.invocation import Invocation
+from ejkernel.ops.tuner import OUT_OF_TIME
 
 _LIMIT = 10_000
 
@@ -37,7 +38,7 @@ class Chosen:
     config: Any
     record: Mapping[str, Any] = field(repr=False)
     key: str = field(repr=False)
-    invocation: Invocation | None = field(default=None, repr=False, compare=False)
+    invocation: Invocation[Any, Any] | None = field(default=None, repr=False, compare=False)
     route: str | None = None
 
     @property
@@ -58,7 +59,10 @@ def _origin(level: str, record: Mapping[str, Any]) -> str:
     if level == "autotune":
         candidates = record.get("candidates", ())
         timed = sum("seconds" in candidate for candidate in candidates)
-        return f"tuned in this process{_taking(record)}, {timed} of {len(candidates)} candidates timed"
+        late = sum(OUT_OF_TIME in candidate.get("reason", "") for candidate in candidates)
+        rest = f", {late} not reached in time" if late else ""
+        kept = "; not stored, since nothing beside the heuristic was timed" if late and timed == 1 else ""
+        return f"tuned in this process{_taking(record)}, {timed} of {len(candidates)} candidates timed{rest}{kept}"
     if level == "shipped" and "shipped_for" in record:
         return f"shipped for {record['shipped_for']}"
     return f"measured {record['time']}" if level in ("memory", "disk") and "time" in record else ""
@@ -112,13 +116,13 @@ _choices: dict[tuple[str, str, str], Chosen] = {}
 _lock = threading.Lock()
 
 
-def describe(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> Chosen:
+def describe(inv: Invocation[Any, Any], level: str, config: Any, record: Mapping[str, Any]) -> Chosen:
     """A choice as the report shows it."""
     arguments = {**inv.shapes, **inv.static, **{f"{name} placed": text for name, text in inv.placement.items()}}
     return Chosen(inv.kernel.op_id, arguments, level, config, record, inv.key, inv, inv.kernel.route(inv, config))
 
 
-def note(inv: Invocation, level: str, config: Any, record: Mapping[str, Any]) -> None:
+def note(inv: Invocation[Any, Any], level: str, config: Any, record: Mapping[str, Any]) -> None:
     """Adds a choice to the report, once per key, level and configuration.
 
     Memory mostly repeats what disk or tuning said before, so it is listed only where neither did.

@@ -97,13 +97,13 @@ class Trial:
 class Inputs:
     """Concrete arguments of a call and what to compute of them: the result, or the result and its gradients."""
 
-    inv: Invocation
+    inv: Invocation[Any, Any]
     arrays: list[Any]
     layout: Layout
     cotangents: Any = None  # of the result's structure; None: no gradients
 
     @classmethod
-    def of(cls, inv: Invocation) -> Inputs:
+    def of(cls, inv: Invocation[Any, Any]) -> Inputs:
         """Random arguments of the invocation's shapes, repeated along the axes that are mapped around it."""
         args, kwargs = inv.kernel.random_inputs(inv, jax.random.key(0))
         arrays, layout = split(args, kwargs)

@@ -9,6 +9,8 @@ from typing import Any
 from ejkernel._numbers import is_int
 from ejkernel.ops.invocation import Invocation
 
+OUT_OF_TIME = "was used up"  # in the reason of a candidate that was not reached
+
 
 class TuningFailed(Exception):
     """No candidate could be measured, not even the heuristic; `record` says why each failed."""
@@ -24,6 +26,13 @@ class Tuned:
 
     config: Any
     record: Mapping[str, Any]
+
+    @property
+    def decided(self) -> bool:
+        """Whether there was a race: something beside the heuristic was timed, or nothing was left out for want of time."""
+        candidates = self.record.get("candidates", ())
+        timed = sum("seconds" in candidate for candidate in candidates)
+        return timed != 1 or not any(OUT_OF_TIME in candidate.get("reason", "") for candidate in candidates)
 
 
 class Tuner:
@@ -69,7 +78,7 @@ class Tuner:
         self.max_seconds, self.candidate_seconds, self.min_gain = max_seconds, candidate_seconds, min_gain
         self.progress = progress
 
-    def tune(self, inv: Invocation, validate_backward: bool = False) -> Tuned:
+    def tune(self, inv: Invocation[Any, Any], validate_backward: bool = False) -> Tuned:
         """The best configuration for a call.
 
         Args:

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 
@@ -39,10 +39,11 @@ class EndedError(Exception):
     """
 
 
-class _Task:
-    def __init__(self, function: Callable[[], Any]):
+class _Task(Generic[Result]):
+    result: Result  # once it is done without a failure
+
+    def __init__(self, function: Callable[[], Result]):
         self.function, self.done = function, threading.Event()
-        self.result: Any = None
         self.failure: BaseException | None = None
 
     def run(self) -> None:
@@ -62,7 +63,7 @@ class Worker:
         self._device = device
         self._overlays = overlay.active()
         self._x64, self._precision, _ = thread_settings()
-        self._tasks: queue.SimpleQueue[_Task | None] | None = None
+        self._tasks: queue.SimpleQueue[_Task[Any] | None] | None = None
 
     def call(self, function: Callable[[], Result], seconds: float) -> Result:
         """The function's result, or its exception.
@@ -97,7 +98,7 @@ class Worker:
             self._tasks.put(None)
             self._tasks = None
 
-    def _serve(self, tasks: queue.SimpleQueue[_Task | None]) -> None:
+    def _serve(self, tasks: queue.SimpleQueue[_Task[Any] | None]) -> None:
         _here.tuning = True
         with contextlib.ExitStack() as settings:
             settings.enter_context(jax.enable_x64(self._x64))

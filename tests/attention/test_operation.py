@@ -11,9 +11,11 @@ from ejkernel import kernel_registry
 from ejkernel._device import device_of
 from ejkernel.kernels import _xla
 from ejkernel.kernels._attention import AttentionConfig
+from ejkernel.kernels._attention.packing import Packing
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations.attention import Attention, attention
 from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Invocation, Tuner
+from ejkernel.types.mask import MaskInfo
 
 q = jax.random.normal(jax.random.key(0), (1, 32, 2, 8))
 on_cpu = pytest.mark.skipif(device_of(()).backend != "cpu", reason="says what happens without a GPU")
@@ -36,8 +38,8 @@ def test_the_heuristic_answers_and_an_explicit_config_wins():
     assert (str(choice.level), choice.config) == ("heuristics", AttentionConfig("direct", platform="xla"))
     cfg = AttentionConfig(block_q=8, block_k=4)
     assert default_executor().choose(Attention(), q, q, q, dtype=None, platform="xla", _cfg=cfg).config == cfg
-    program = str(jax.make_jaxpr(lambda q: attention(q, q, q, dtype=None, cfg=cfg)[0])(q))
-    assert "8,4]" in program  # a tile of 8 queries by 4 keys
+    program = jax.jit(lambda q: attention(q, q, q, dtype=None, cfg=cfg)[0]).lower(q).as_text()
+    assert "x8x4xf32>" in program  # a tile of 8 queries by 4 keys
 
 
 def test_configs_and_platforms_that_do_not_go_together():
@@ -92,6 +94,24 @@ def test_signatures_agree():
 def test_platform_functions_always_return_the_pair():
     output, weights = _xla.attention(query=q, key=q, value=q, causal=True, cfg=AttentionConfig(block_q=8, block_k=8))
     assert (output.shape, weights.shape, output.dtype) == ((1, 32, 2, 8), (1, 2, 32, 32), jnp.bfloat16)
+
+
+def test_new_packings_and_scales_as_arrays_do_not_compile_again(caplog):
+    x = q[:, :30]
+    ids = lambda first: np.repeat([[0, 1]], [first, 30 - first], axis=1).astype(np.int32)
+    attention(x, x, x, mask_info=MaskInfo.from_segments(ids(9)), causal=True, softmax_scale=jnp.float32(0.1))
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for first in range(1, 30):
+            info = MaskInfo.from_segments(ids(first))
+            attention(x, x, x, mask_info=info, causal=True, softmax_scale=jnp.float32(first))
+        assert "Compiling" not in caplog.text
+
+
+def test_packings_on_a_gpu_have_few_shapes():
+    """Where cuDNN may read it, a packing's tables depend on lengths by bucket: 49 packings of two sequences in 50 tokens."""
+    packings = [np.repeat([[0, 1]], [first, 50 - first], axis=1).astype(np.int32) for first in range(1, 50)]
+    shapes = {tuple(x.shape for x in Packing.of(MaskInfo.from_segments(ids), 1)) for ids in packings}
+    assert len(shapes) <= 6
 
 
 def test_eager_calls_compile_once(caplog):

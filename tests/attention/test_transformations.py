@@ -61,10 +61,10 @@ def test_vmap_over_segments():
     q, k, v = arrays(1)
     ids = jnp.array([[[0] * 9 + [1] * 11], [[0] * 3 + [1] * 4 + [-1] * 13]])
 
-    def run(ids, q, k, v, cfg):
-        return call(cfg, mask_info=MaskInfo.from_segments(ids))(q, k, v)
+    def run(ids, cfg):
+        return gradients(call(cfg, mask_info=MaskInfo.from_segments(ids)))(q, k, v)
 
-    got, want = (jax.vmap(lambda i, cfg=cfg: gradients(lambda *a: run(i, *a, cfg))(q, k, v))(ids) for cfg in reversed(CONFIGS))
+    got, want = (jax.vmap(functools.partial(run, cfg=cfg))(ids) for cfg in reversed(CONFIGS))
     jax.tree.map(close, got, want)
 
 

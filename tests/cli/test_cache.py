@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import jax
 import pytest
@@ -76,7 +77,7 @@ def test_a_recorded_run_is_listed_with_the_level_of_each_choice(run, tmp_path):
         assert "does not go together with --cache-dir" in refused.words
 
 
-ODD = {
+ODD: dict[str, Any] = {
     "no JSON": "{",
     "another key": {"key": "a key"},
     "a key of another kind": {"key": "[1]"},
@@ -98,7 +99,7 @@ def test_an_unreadable_entry_is_shown_as_such_and_ends_nothing(run, entry, odd):
     entry("attention", 1)
     good = {"format": 1, "key": '{"op":"attention"}', "config": {"block_q": 64}, "record": {}}
     file = PersistentCache("attention").folder / "0dd0dd0dd0.json"
-    file.write_text(ODD[odd] if isinstance(ODD[odd], str) else json.dumps({**good, **ODD[odd]}))
+    file.write_text(ODD[odd] if isinstance(ODD[odd], str) else json.dumps(good | ODD[odd]))
     listed = {one["id"]: one["unreadable"] for one in stored(run)}
     assert listed.pop("0dd0dd0dd0")
     assert list(listed.values()) == [None]

@@ -23,6 +23,7 @@ def test_the_bar_names_what_is_done_and_moves_within_a_step(monkeypatch):
     with _screen.progress("verifying", 300) as step:
         step("a case")
         step("recurrent_attention triton gk-gv-infinite", 0, 0.5)
+    assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert "verifying recurrent_attention triton gk-gv-infinite " in shown
     assert "1/300 0:00:00" in shown  # to the end of the line: nothing was cut off

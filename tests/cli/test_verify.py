@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import pytest
@@ -13,6 +15,7 @@ from ejkernel.kernels._implementation import Implementation
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.operations import RECURRENT
 from ejkernel.kernels._registry import Backend, Platform
+from ejkernel.kernels._xla import recurrent
 
 SMALL = ("verify", "--op", "recurrent_attention", "--platform", "pallas")
 QUICK = ("--case", "scalar-time-1", "--no-gradients")
@@ -109,7 +112,7 @@ class SecondIsRight(Implementation):
         return [LinearConfig(block_q=1), LinearConfig(block_q=2)]
 
     def solve(self, problem, cfg):
-        output, state = kernel_registry.get("recurrent", "xla").implementation.solve(problem, LinearConfig())
+        output, state = recurrent.solve(problem, LinearConfig())
         return output * (2 if cfg.block_q == 1 else 1), state
 
 
@@ -122,19 +125,25 @@ def test_fail_fast_stops_at_a_candidate_that_fails(run, register):
     assert (status, "block_q=1," in config) == ("failed", True)
 
 
+@dataclasses.dataclass(frozen=True)
+class Refusing:
+    """A right function that takes only what it supports."""
+
+    supports: Callable[[Any], str | None]
+
+    def __call__(self, *args, **kwargs):
+        return right(*args, **kwargs)
+
+
 def test_a_refused_case_is_not_passed(run, register):
-    run_right = functools.partial(right)
-    run_right.supports = lambda problem: "long sequences" if problem.query.shape[1] > 1 else None
-    register(run_right)
+    register(Refusing(lambda problem: "long sequences" if problem.query.shape[1] > 1 else None))
     shown = run(*SMALL, *QUICK, code=0)
     assert "1 passed, 1 refused, 0 failed" in shown.words
     assert "refused recurrent_attention pallas: 1 case: long sequences" in shown.words
 
 
 def test_nothing_but_refusals_is_no_success(run, register):
-    nothing = functools.partial(right)
-    nothing.supports = lambda problem: "anything"
-    register(nothing)
+    register(Refusing(lambda problem: "anything"))
     assert run(*SMALL, *QUICK, code=1).words.endswith("0 passed, 2 refused, 0 failed")
 
 

@@ -25,7 +25,7 @@ def test_a_tuned_file_is_all_that_a_run_needs(tmp_path, monkeypatch):
     shared_cache().clear()
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "another machine's"))
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "error")
-    tune_ahead.training_step.clear_cache()
+    tune_ahead.training_step.clear_cache()  # type: ignore[attr-defined]
     with pytest.raises(ops.NoConfigError):
         tune_ahead.training_step(*(np.zeros(s.shape, s.dtype) for s in tune_ahead.shapes()))
     assert np.isfinite(tune_ahead.run(file)).all()

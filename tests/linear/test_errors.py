@@ -123,7 +123,7 @@ def test_offsets_that_are_constants_of_a_jitted_function_are_checked():
 
 def test_typos_are_not_swallowed():
     with pytest.raises(TypeError, match="sofmax_scale"):
-        recurrent_attention(q, k, v, sofmax_scale=1.0)
+        recurrent_attention(q, k, v, sofmax_scale=1.0)  # type: ignore[call-arg]
 
 
 def test_traced_cu_seqlens_are_taken_at_their_word():

@@ -78,6 +78,6 @@ def test_no_gradient_is_computed_that_nobody_asked_for():
 
 def test_long_and_short_calls_cost_the_same_per_token():
     flops = lambda tokens: (
-        jax.jit(lambda *a: recurrent_attention(*a[:3], gk=a[3])).lower(*call(tokens)).cost_analysis()["flops"]
+        jax.jit(lambda q, k, v, gk: recurrent_attention(q, k, v, gk=gk)).lower(*call(tokens)).cost_analysis()["flops"]
     )
     assert np.isclose(flops(65536), flops(2048), rtol=0.05), "a loop's cost is counted once, so equal bodies mean equal counts"

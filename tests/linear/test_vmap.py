@@ -77,8 +77,8 @@ def check(cfg: RecurrentAttentionConfig, mapped: Mapped, jit: bool, forward: boo
         for name, axis in mapped.axes.items()
         if name in mapped.floats
     }
-    vmapped = jax.vmap(functools.partial(operation, cfg), (mapped.axes,))
-    vmapped = jax.jit(vmapped) if jit else vmapped
+    eager = jax.vmap(functools.partial(operation, cfg), (mapped.axes,))
+    vmapped = jax.jit(eager) if jit else eager
     function = lambda floats: vmapped({**mapped.arrays, **floats})
     got = derivatives(function, mapped.floats, tangents, mapped.cotangents)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)

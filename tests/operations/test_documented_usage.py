@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,10 +62,10 @@ def test_classes_through_an_executor_take_what_the_functions_take():
         recurrent_attention(q, k, v, None, None, gate, None, state, return_state=True),
     )
     same(executor(GLAttention(), query=q, key=k, value=v, g=gate), gla_attention(q, k, v, gate))
-    layer = {"layer_idx": 2, "num_layers": 6}
+    layer: dict[str, Any] = {"layer_idx": 2, "num_layers": 6}
     same(executor(LightningAttention(), query=q, key=k, value=v, **layer), lightning_attention(q, k, v, **layer))
     offsets = [0, 7, 20]
-    packed = [x[0] for x in (q, k, v)]
+    packed = (q[0], k[0], v[0])
     same(executor(GLAttention(), *packed, cu_seqlens=offsets), gla_attention(*packed, cu_seqlens=offsets))
     same(executor(GLAttention(), *packed, None, None, None, offsets), gla_attention(*packed, cu_seqlens=jnp.array(offsets)))
 

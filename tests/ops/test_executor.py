@@ -105,9 +105,12 @@ class Pair:
     b: jax.Array | None
 
 
-class OfPair(Cube):
+class OfPair(Kernel[ToyConfig, jax.Array]):
     op_id = "of_pair"
     gradient = staticmethod(lambda pair, dy: (Pair(7 * dy, None),))
+
+    def heuristic_cfg(self, inv):
+        return ToyConfig()
 
     def run(self, pair, *, cfg):
         return pair.a * 2

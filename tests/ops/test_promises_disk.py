@@ -41,7 +41,7 @@ def entry(**changes) -> str:
     return json.dumps(content)
 
 
-DAMAGE = {
+DAMAGE: dict[str, str | bytes] = {
     "empty": "",
     "truncated": entry()[:-20],
     "not JSON": "block = 8",
@@ -128,10 +128,14 @@ def test_promise_1_full_disk_is_one_warning_and_leaves_nothing(step, tmp_path, m
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def put_two():
+        for key in (inv.key, "another key"):
+            stored.put(key, ToyConfig(32))
+
     with monkeypatch.context() as patched:
         patched.setattr(os, step, full)
         with pytest.warns(ConfigWarning, match="No space left") as given:
-            [stored.put(key, ToyConfig(32)) for key in (inv.key, "another key")]
+            put_two()
     assert len(given) == 1
     assert [file.suffix for file in stored.folder.iterdir()] == [".json"]
     assert stored.get(inv.key) == ToyConfig(8)

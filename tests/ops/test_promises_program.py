@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -227,7 +228,7 @@ def test_promise_12_on_an_accelerator_an_unknown_call_is_tuned_and_the_report_sa
     assert f"    {chosen.why}" in str(report()).splitlines()
 
 
-NOT_TUNED = {
+NOT_TUNED: dict[str, tuple[dict[str, Any], str]] = {
     "EJKERNEL_AUTOTUNE_POLICY=heuristics": ({}, "heuristics"),
     "cache_miss_fallback='heuristics'": ({"policy": AutotunePolicy(cache_miss_fallback="heuristics")}, "autotune"),
     "allow_autotune=False": ({"policy": AutotunePolicy(allow_autotune=False)}, "autotune"),
@@ -240,7 +241,7 @@ NOT_TUNED = {
 def test_promise_12_the_report_says_why_an_unknown_call_was_not_tuned(why, monkeypatch):
     options, variable = NOT_TUNED[why]
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", variable)
-    Executor(ConfigSelectorChain(**{"tuner": Tuner(0, 1), **options}))(Toy(), problem())
+    Executor(ConfigSelectorChain(**({"tuner": Tuner(0, 1)} | options)))(Toy(), problem())
     (chosen,) = report()
     assert (chosen.level, chosen.why) == ("heuristics", f"not tuned: {why}")
 

@@ -17,6 +17,7 @@ from jax import lax
 
 from ejkernel.ops import (
     AutotunePolicy,
+    ConfigCache,
     ConfigSelectorChain,
     ConfigWarning,
     Executor,
@@ -28,6 +29,8 @@ from ejkernel.ops import (
 )
 from ejkernel.ops import trial as trial_module
 from ejkernel.ops.compare import difference
+from ejkernel.ops.key import thread_settings
+from ejkernel.ops.reporting import describe
 from ejkernel.ops.trial import Trial
 from tests.ops import racers
 from tests.ops.racers import Race, Racer
@@ -154,6 +157,21 @@ def test_promise_6_the_time_is_bounded_and_what_was_not_tried_is_listed():
     assert sum("not tried" in reason for reason in reasons) >= 30
 
 
+def test_promise_7_a_race_that_only_the_heuristic_ran_is_not_stored(tmp_path):
+    hanging = [Racer(n, "hangs compiling") for n in range(2, 5)]
+    tuner = Tuner(1, 1, max_seconds=1.0, candidate_seconds=0.6)
+    chain = ConfigSelectorChain(ConfigCache(), "autotune", tuner, PersistentCache("race", tmp_path))
+    inv = Invocation.of(Race(*hanging), jnp.ones(4))
+    try:
+        choice = chain.choose(inv)
+    finally:
+        racers.release.set()
+    assert choice.level is Level.AUTOTUNE
+    assert chain.choose(inv).level is Level.MEMORY  # this process does not try again
+    assert not tmp_path.joinpath("race").exists()
+    assert "not stored" in describe(inv, "autotune", choice.config, choice.record).why
+
+
 def test_promise_6_a_hanging_candidate_does_not_keep_the_process_from_ending():
     program = (
         "import jax.numpy as jnp; from ejkernel.ops import Invocation, Tuner; from tests.ops.racers import Race, Racer\n"
@@ -268,7 +286,7 @@ def test_promise_8_tuning_uses_random_arguments_of_the_calls_shapes_and_settings
     class Watched(Toy):
         def random_inputs(self, inv, key):
             args, kwargs = super().random_inputs(inv, key)
-            seen.append((args[0].x, args[0].reverse, jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision))
+            seen.append((args[0].x, args[0].reverse, *thread_settings()[:2]))
             return args, kwargs
 
     chain = ConfigSelectorChain(policy=AUTOTUNE, tuner=Tuner(0, 1))

@@ -140,7 +140,7 @@ def test_fields_that_do_not_fit_are_refused(changes, message):
 def test_a_class_whose_annotations_cannot_be_looked_up_is_read_without_checking_types():
     @dataclass(frozen=True)
     class Local:
-        block: NowhereDefined
+        block: NowhereDefined  # type: ignore[name-defined]  # noqa: F821
         tiles: tuple[int, ...] = ()
 
     assert from_fields(Local, {"block": 3, "tiles": [1, 2]}) == Local(3, (1, 2))

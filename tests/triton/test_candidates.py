@@ -21,7 +21,7 @@ from tests.triton.processes import outside
 TRITON = TritonLinear()
 GATES = [(), ("g",), ("g_gamma",), ("gk",), ("gv",), ("gk", "gv")]
 FIELDS = {"block_q": 32, "block_k": 16, "block_d": 16, "num_warps": 8, "num_stages": 5}
-ISSUE = {  # K, V, gates of the shapes that are tuned
+ISSUE: dict[tuple[int, int], list[tuple[str, ...]]] = {  # K, V, gates of the shapes that are tuned
     (128, 128): [(), ("g",), ("g_gamma",), ("gk",), ("gk", "gv")],
     (64, 64): [(), ("g",), ("g_gamma",), ("gk",)],
     (256, 512): [("g",), ("gk",)],

@@ -2,20 +2,21 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
+from ejkernel._device import device_of
 from ejkernel.kernels._triton.linear import _solve
 from ejkernel.kernels._triton.linear.routes import route_of
+from ejkernel.kernels._triton.linear.routes.key_value_gate import KeyValueGate
 from ejkernel.testing.compare import relative_rms
 from tests.triton.along import plan_of, run_along
 from tests.triton.linear_cases import Case
 from tests.triton.linear_reference import value_and_grads
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter's own tests")
+pytestmark = pytest.mark.skipif(device_of(()).backend != "cpu", reason="the interpreter's own tests")
 ROUNDING = 1.66e-3  # relative RMS error of one rounding to bfloat16
 MIXED = "resets now and then"
 KIND = {"state": True, "dtype": "bfloat16", "block_q": 64}
@@ -28,6 +29,7 @@ KIND = {"state": True, "dtype": "bfloat16", "block_q": 64}
 def test_a_result_is_rounded_once(strength, way):
     case = Case(("gk", "gv"), strength, (1, 100, 1, 1, 32, 40), **KIND)
     route = route_of(plan_of(case, min_segment=1) if way == "split" else plan_of(case))
+    assert isinstance(route, KeyValueGate)
     assert route.outputs_in_scan
     errors_are_of_rounding(case, dataclasses.replace(route, outputs_in_scan=way != "states alone"))
 
@@ -36,6 +38,7 @@ def test_the_fewest_key_channels():
     """Two parts of 16 would have nothing in the second."""
     case = Case(("gk", "gv"), "mild", (1, 70, 2, 2, 16, 64), **KIND)
     route = route_of(plan_of(case))
+    assert isinstance(route, KeyValueGate)
     assert not route.outputs_in_scan
     errors_are_of_rounding(case, route)
 

@@ -1,6 +1,7 @@
 """What tuning writes is what a GPU of that kind finds, and what is shipped can be read."""
 
 import json
+from typing import Any
 
 import jax
 import pytest
@@ -9,7 +10,15 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 
 from ejkernel._device import Device, on_device
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.modules import GLAttention, LightningAttention, RecurrentAttention, gla_attention, recurrent_attention
+from ejkernel.modules import (
+    GLAttention,
+    GLAttentionConfig,
+    LightningAttention,
+    RecurrentAttention,
+    RecurrentAttentionConfig,
+    gla_attention,
+    recurrent_attention,
+)
 from ejkernel.ops import ConfigCache, Tuner
 from ejkernel.ops.collecting import collecting
 from ejkernel.ops.config import shipped
@@ -20,7 +29,7 @@ from ejkernel.testing import linear_gpu, shipping
 
 CLASSES = {kernel.op_id: kernel._config_cls for kernel in (RecurrentAttention, GLAttention, LightningAttention)}
 H200 = Device("gpu", "NVIDIA H200", 90)
-WINNER = {"block_d": 32, "platform": "triton", "backend": "gpu"}
+WINNER: dict[str, Any] = {"block_d": 32, "platform": "triton", "backend": "gpu"}
 
 
 @pytest.fixture
@@ -31,7 +40,7 @@ def on_h200(monkeypatch):
 @pytest.fixture
 def written(tmp_path, monkeypatch, on_h200):
     """The file for an H200 with a winner for two calls, and the folder that it is shipped in."""
-    config = RecurrentAttention._config_cls(**WINNER)
+    config = RecurrentAttentionConfig(**WINNER)
     monkeypatch.setattr(Tuner, "tune", lambda self, inv, validate_backward: Tuned(config, {"time": "2026"}))
     cache = ConfigCache()
     for name in ("8x2048x16x128x128 gk", "packed 32768x16x128x128 g_gamma"):
@@ -56,9 +65,9 @@ def found(function, arrays):
 def test_an_h200_finds_what_was_written(written):
     assert len(read(written)) == 5  # recurrent twice, gla twice, lightning once
     arrays = linear_gpu.calls()["8x2048x16x128x128 gk"]
-    assert found(recurrent_attention, arrays) == RecurrentAttention._config_cls(**WINNER)
+    assert found(recurrent_attention, arrays) == RecurrentAttentionConfig(**WINNER)
     arrays["g"] = arrays.pop("gk")
-    assert found(gla_attention, arrays) == GLAttention._config_cls(**WINNER)
+    assert found(gla_attention, arrays) == GLAttentionConfig(**WINNER)
     assert found(recurrent_attention, linear_gpu.calls()["8x2048x16x128x128 g"]) is None
 
 
@@ -84,7 +93,9 @@ def test_every_entry_is_a_configuration(file, written):
 def test_the_benchmarks_calls_are_tuned_for_an_h200(name, on_h200):
     for inv in shipping.invocations(linear_gpu.calls()[name]):  # recurrent, and gla and lightning where they make the call
         with on_device(H200):
-            config, record = shipped.shipped_default(inv)
+            found = shipped.shipped_default(inv)
+        assert found is not None
+        config, record = found
         assert config.platform == "triton"
         assert config.schedule == ("recurrent" if name.startswith("decode") else "chunked")
         assert record["shipped_for"] == "h200"

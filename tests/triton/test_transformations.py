@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
+from ejkernel._device import device_of
 from ejkernel.callib import _interpreted
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton import recurrent
@@ -14,7 +15,7 @@ from ejkernel.testing.compare import relative_rms
 from tests.triton.linear_cases import Case
 from tests.triton.processes import outside
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="interpreted on the host")
+pytestmark = pytest.mark.skipif(device_of(()).backend != "cpu", reason="interpreted on the host")
 CFG = LinearConfig(block_q=16)
 LENGTHS = [(0, 5, 5, 20), (0, 11, 12, 20)]
 M = 2
@@ -61,7 +62,7 @@ def many(case):
 
 
 def assert_equal(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(*map(np.float32, (a, b)), rtol=2e-5, atol=2e-5), got, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2e-5, atol=2e-5), got, want)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +155,39 @@ def test_forward_mode_names_the_way_out(wrapped):
         derivative(arrays["query"])
 
 
-def test_second_derivative_names_the_way_out():
-    arrays = Case(("g",), shape=(1, 20, 2, 1, 16, 16)).arrays()
-    loss = lambda q: jnp.sum(call({**arrays, "query": q})[0])
-    with pytest.raises(TypeError, match=r"gradient of a gradient .* needs platform='xla'"):
-        jax.grad(lambda q: jnp.sum(jax.grad(loss)(q)))(arrays["query"])
+SECOND = r"gradient of a gradient .* needs platform='xla'"
+TWICE = [
+    Case(("g",), shape=(1, 20, 2, 1, 16, 16)),
+    Case((), shape=(1, 20, 2, 1, 16, 16)),  # by three scans
+    Case(("gk",), shape=(1, 20, 2, 1, 16, 16)),
+    Case(("gk", "gv"), shape=(1, 64, 1, 1, 16, 16), dtype="bfloat16", block_q=64),
+    Case(("g",), shape=(1, 1, 2, 1, 16, 16), schedule="recurrent", state=True),
+    Case(("gk",), shape=(1, 20, 2, 1, 16, 16), cu_seqlens=LENGTHS[0], state=True),
+]
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("case", TWICE, ids=str)
+def test_second_derivative_names_the_way_out(case, jitted):
+    arrays = case.arrays()
+    lengths = None if case.cu_seqlens is None else jnp.array(case.cu_seqlens, jnp.int32)
+    cfg = LinearConfig(schedule=case.schedule, block_q=case.block_q)
+    gradient = jax.grad(lambda arrays: jnp.sum(call(arrays, lengths, cfg)[0].astype(jnp.float32)))
+    penalty = lambda arrays: sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in gradient(arrays).values())
+    twice = jax.grad(penalty)
+    with pytest.raises(TypeError, match=SECOND):
+        jax.eval_shape(jax.jit(twice) if jitted else twice, arrays)
+
+
+def test_derivative_of_the_gradient_by_its_cotangent_names_the_way_out():
+    arrays = Case(("gk",), shape=(1, 20, 2, 1, 16, 16)).arrays()
+
+    def pulled(cotangent):
+        (o, S), pull = jax.vjp(call, arrays)
+        return jnp.sum(pull((cotangent * o, S))[0]["query"])
+
+    with pytest.raises(TypeError, match=SECOND):
+        jax.eval_shape(jax.grad(pulled), jnp.float32(1.0))
 
 
 SHARDED = """
@@ -181,7 +210,42 @@ jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 print("equal")
 """
 
+# One array after the other is the same on both devices: its gradient is the sum of theirs, and typed as the same on both.
+REPLICATED = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from tests.triton.linear_cases import Case
+from tests.triton.test_transformations import call
+
+case = Case(("g", "gk", "gv"), shape=(2, 20, 2, 2, 16, 16), state=True)
+arrays = {**case.arrays(), "g_gamma": jnp.array([-0.1, -0.2])}
+mesh = Mesh(np.array(jax.devices()), ("rows",))
+names = [*arrays]
+
+def loss(arrays):
+    o, S = call(arrays)
+    return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(S))
+
+def both_rows(name, x):
+    return jnp.concatenate([x, x]) if x.shape[0] == 1 else x
+
+for shared in [("g_gamma",), *((n, "g_gamma") for n in names if n != "g_gamma"), ("query", "key", "value", "g_gamma")]:
+    given = {n: x if n not in shared or n == "g_gamma" else x[:1] for n, x in arrays.items()}
+    specs = {n: P() if n in shared else P("rows") for n in names}
+    split = jax.shard_map(lambda a: jax.lax.psum(loss(a), "rows"), mesh=mesh, in_specs=(specs,), out_specs=P())
+    got = jax.jit(jax.grad(split))(given)
+    want = jax.grad(lambda a: loss({n: both_rows(n, x) for n, x in a.items()}))(given)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+print("equal")
+"""
+
 
 def test_shard_map_over_two_devices():
     options = {"TRITON_INTERPRET": "1", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     assert outside("-c", SHARDED, environment=options) == "equal\n"
+
+
+def test_gradients_of_arrays_that_shards_have_in_common():
+    options = {"TRITON_INTERPRET": "1", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    assert outside("-c", REPLICATED, environment=options) == "equal\n"

@@ -3,10 +3,12 @@
 from ejkernel.modules.operations.attention import Attention, attention
 from ejkernel.modules.operations.configs import (
     AttentionConfig,
+    GatedDeltaRuleConfig,
     GLAttentionConfig,
     LightningAttentionConfig,
     RecurrentAttentionConfig,
 )
+from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRule, gated_delta_rule
 from ejkernel.modules.operations.gated_linear_attention import GLAttention, gla_attention
 from ejkernel.modules.operations.lightning_attention import LightningAttention, lightning_attention
 from ejkernel.modules.operations.recurrent import RecurrentAttention, recurrent_attention
@@ -16,11 +18,14 @@ __all__ = [
     "AttentionConfig",
     "GLAttention",
     "GLAttentionConfig",
+    "GatedDeltaRule",
+    "GatedDeltaRuleConfig",
     "LightningAttention",
     "LightningAttentionConfig",
     "RecurrentAttention",
     "RecurrentAttentionConfig",
     "attention",
+    "gated_delta_rule",
     "gla_attention",
     "lightning_attention",
     "recurrent_attention",

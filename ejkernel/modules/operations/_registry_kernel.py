@@ -93,19 +93,24 @@ class RegistryKernel(Kernel[Cfg, Out]):
 
     # Which configuration
 
-    def heuristic_cfg(self, inv: Invocation) -> Cfg:
+    def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Cfg:
         """The choice of the best platform that supports the call."""
         entry = self.registry.select(self.op_id, inv.arguments["platform"], problem=inv.problem)
         return self._implementation(entry).heuristic(inv.problem)
 
-    def candidate_cfgs(self, inv: Invocation) -> Iterable[Cfg]:
-        """What every platform that supports the call would measure; one that was asked for is alone."""
-        asked = as_platform(inv.arguments["platform"])
-        for entry in self.registry.list_implementations(self.op_id):
-            if asked in (None, entry.platform) and self.registry.refusal(entry, inv.problem) is None:
-                yield from self._implementation(entry).candidates(inv.problem)
+    def candidate_cfgs(self, inv: Invocation[Any, Any]) -> Iterable[Cfg]:
+        """What the best platform for the call would measure, and the best guess of every other that supports it.
 
-    def check_cfg(self, inv: Invocation, cfg: Cfg) -> str | None:
+        More of the others would take the time that the best needs; a platform that was asked for is alone.
+        """
+        asked = as_platform(inv.arguments["platform"])
+        best = self.registry.select(self.op_id, asked, problem=inv.problem)
+        yield from self._implementation(best).candidates(inv.problem)
+        for entry in self.registry.list_implementations(self.op_id):
+            if entry is not best and asked is None and self.registry.refusal(entry, inv.problem) is None:
+                yield self._implementation(entry).heuristic(inv.problem)
+
+    def check_cfg(self, inv: Invocation[Any, Any], cfg: Cfg) -> str | None:
         """The reason why the call cannot run with `cfg`."""
         try:
             self.settled(inv, cfg)
@@ -113,21 +118,21 @@ class RegistryKernel(Kernel[Cfg, Out]):
             return str(reason).removesuffix(".")
         return None
 
-    def settled(self, inv: Invocation, cfg: Cfg) -> Cfg:
+    def settled(self, inv: Invocation[Any, Any], cfg: Cfg) -> Cfg:
         """With the platform that runs it; ValueError where none does."""
         self._check_kind(cfg)
         entry = self._chosen(inv.problem, inv.arguments["platform"], cfg)
         return dataclasses.replace(cfg, platform=str(entry.platform))  # type: ignore[type-var]  # a dataclass
 
-    def route(self, inv: Invocation, cfg: Cfg) -> str | None:
+    def route(self, inv: Invocation[Any, Any], cfg: Cfg) -> str | None:
         return self._implementation(self._chosen(inv.problem, inv.arguments["platform"], cfg)).route(inv.problem, cfg)
 
-    def key_fields(self, inv: Invocation) -> Mapping[str, str]:
+    def key_fields(self, inv: Invocation[Any, Any]) -> Mapping[str, str]:
         """The platform that was asked for, since no other is measured then."""
         asked = as_platform(inv.arguments["platform"])
         return {} if asked is None else {"platform": str(asked)}
 
-    def library_versions(self, inv: Invocation) -> Mapping[str, str]:
+    def library_versions(self, inv: Invocation[Any, Any]) -> Mapping[str, str]:
         """Versions of what compiles the kernels that could take the call on its device."""
         found: dict[str, str] = {}
         for entry in self.registry.list_implementations(self.op_id):

@@ -12,11 +12,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ejkernel._device import device_of
-from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
+from ejkernel.kernels._attention import AttentionConfig
 from ejkernel.kernels._attention.operation import ATTENTION
 from ejkernel.kernels._attention.packing import everything, packed
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations._registry_kernel import RegistryKernel
+from ejkernel.modules.operations._results import OutputAndWeights
 from ejkernel.ops import Invocation
 from ejkernel.types.mask import MaskInfo
 
@@ -42,7 +43,7 @@ class Attention(RegistryKernel[AttentionConfig, Any]):
     signature = ATTENTION
     numbers = ("logits_soft_cap", "dropout_prob", "sliding_window")
 
-    def problem(self, *args: Any, **kwargs: Any) -> AttentionProblem:
+    def problem(self, *args: Any, **kwargs: Any) -> Any:
         """Without what no choice depends on: the values of scale, cap and dropout, and whether weights are wanted too."""
         problem = super().problem(*args, **kwargs)
         soft_cap, dropout = None if problem.soft_cap is None else 1.0, 0.5 if problem.dropout_prob else 0.0
@@ -64,8 +65,9 @@ class Attention(RegistryKernel[AttentionConfig, Any]):
             elif drawn is not None:
                 kwargs["bias"] = drawn
         query = args[0] if args else kwargs.get("query")
-        arrays = isinstance(query, (jax.Array, np.ndarray)) and query.ndim == 4
-        if isinstance(info, MaskInfo) and arrays and device_of((query,)).backend == "gpu":
+        if not isinstance(info, MaskInfo) or not isinstance(query, (jax.Array, np.ndarray)) or query.ndim != 4:
+            return args, kwargs
+        if device_of((query,)).backend == "gpu":
             kwargs = {**kwargs, "mask_info": packed(info, query.shape[0])}
         return args, kwargs
 
@@ -77,7 +79,7 @@ class Attention(RegistryKernel[AttentionConfig, Any]):
         """Lengths of queries and keys; an axis of size 1 does not vary and is no length."""
         return tuple(axis for axis in _LENGTH_AXES.get(name, ()) if shape[axis] != 1)
 
-    def random_inputs(self, inv: Invocation, key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def random_inputs(self, inv: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """As by default, but with masks that keep everything and full segments: otherwise there is nothing to measure."""
         from ejkernel.ops.inputs import random_arguments  # only tuning needs it
 
@@ -112,7 +114,7 @@ def attention(
     return_weights: bool = True,
     platform: str | None = None,
     cfg: AttentionConfig | None = None,
-) -> tuple[Float[Array, "B T H V"], Float[Array, "B H T S"]] | Float[Array, "B T H V"]:
+) -> OutputAndWeights | Float[Array, "B T H V"]:
     """Softmax attention: `softmax(softmax_scale * query key^T + bias) value`, per head.
 
     In order: scale, soft cap, bias, masks, softmax, dropout, times value. A query that may attend to nothing gives 0, with
@@ -129,7 +131,8 @@ def attention(
         attention_mask: True = attend, `[B, S]`, `[B, T, S]` or `[B, 1|Hkv|H, T, S]`; applies beside bias and mask_info.
         init_bias: gives the bias; called only when neither a bias nor a mask is given.
         deterministic: False turns dropout on.
-        softmax_scale: a number or a traced scalar; None means `D ** -0.5`.
+        softmax_scale: a number or a scalar array; None means `D ** -0.5`. A number is compiled in, so each new one compiles
+            again; an array does not, but cuDNN takes numbers only.
         logits_soft_cap: bounds scores by `cap * tanh(scores / cap)`, before the bias.
         dtype: the compute and output dtype; None takes that of the inputs.
         softmax_dtype: the dtype of logits and exponentials; None means float32 (float64 for float64).

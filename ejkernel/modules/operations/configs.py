@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from ejkernel.kernels._attention import AttentionConfig
+from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._linear import LinearConfig
 
-__all__ = ["AttentionConfig", "GLAttentionConfig", "LightningAttentionConfig", "RecurrentAttentionConfig"]
+__all__ = [
+    "AttentionConfig",
+    "GLAttentionConfig",
+    "GatedDeltaRuleConfig",
+    "LightningAttentionConfig",
+    "RecurrentAttentionConfig",
+]
 
 
 # One recurrence, one configuration: the three names are the same class.
-RecurrentAttentionConfig = GLAttentionConfig = LightningAttentionConfig = LinearConfig
+RecurrentAttentionConfig = LinearConfig
+GLAttentionConfig = LinearConfig
+LightningAttentionConfig = LinearConfig

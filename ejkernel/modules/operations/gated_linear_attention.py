@@ -6,13 +6,14 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels._linear.operations import GLA
 from ejkernel.modules.base import default_executor
-from ejkernel.modules.operations._linear_kernel import LinearKernel
+from ejkernel.modules.operations._recurrence_kernel import RecurrenceKernel
+from ejkernel.modules.operations._results import OutputAndState
 from ejkernel.modules.operations.configs import GLAttentionConfig
 
 __all__ = ["GLAttention", "GLAttentionConfig", "gla_attention"]
 
 
-class GLAttention(LinearKernel):
+class GLAttention(RecurrenceKernel):
     """`gla_attention` as the executor sees it."""
 
     signature = GLA
@@ -34,7 +35,7 @@ def gla_attention(
     return_state: bool = False,
     platform: str | None = None,
     cfg: GLAttentionConfig | None = None,
-) -> Float[Array, "*batch T H V"] | tuple[Float[Array, "*batch T H V"], Float[Array, "N H K V"]]:
+) -> Float[Array, "*batch T H V"] | OutputAndState:
     """Gated linear attention: h_t = exp(g_t) * h_{t-1} + k_t^T v_t, o_t = softmax_scale * q_t h_t.
 
     Args:
@@ -45,7 +46,8 @@ def gla_attention(
         g_gamma: a further log decay that is the same at every step: `[H]`, `[1, H]` or `[N, H]`.
         initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the packed sequences.
         cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1 or left away.
-        softmax_scale: factor of the output; None is `K ** -0.5`.
+        softmax_scale: factor of the output; None is `K ** -0.5`. A number is compiled in, so each new one compiles again; an
+            array (`jnp.float32(x)`) does not.
         reverse: run from the last token to the first.
         return_state: also return the state after the last step.
         platform: `"xla"`, `"triton"`, `"pallas"`, `"cuda"`; `"auto"` or None takes the best that supports the call here.

@@ -6,13 +6,14 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels._linear.operations import LIGHTNING
 from ejkernel.modules.base import default_executor
-from ejkernel.modules.operations._linear_kernel import LinearKernel
+from ejkernel.modules.operations._recurrence_kernel import RecurrenceKernel
+from ejkernel.modules.operations._results import OutputAndState
 from ejkernel.modules.operations.configs import LightningAttentionConfig
 
 __all__ = ["LightningAttention", "LightningAttentionConfig", "lightning_attention"]
 
 
-class LightningAttention(LinearKernel):
+class LightningAttention(RecurrenceKernel):
     """`lightning_attention` as the executor sees it."""
 
     signature = LIGHTNING
@@ -33,7 +34,7 @@ def lightning_attention(
     return_state: bool = False,
     platform: str | None = None,
     cfg: LightningAttentionConfig | None = None,
-) -> Float[Array, "*batch T H V"] | tuple[Float[Array, "*batch T H V"], Float[Array, "N H K V"]]:
+) -> Float[Array, "*batch T H V"] | OutputAndState:
     """Linear attention with the decay h_t = exp(gamma_h) * h_{t-1} + k_t^T v_t of head h, o_t = softmax_scale * q_t h_t.
 
     gamma = -(8 / H * (1 - layer_idx / num_layers)) * arange(H): head 0 keeps everything, deeper layers keep more.
@@ -46,7 +47,8 @@ def lightning_attention(
         cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1 or left away.
         layer_idx: this layer, from 0 to `num_layers` - 1.
         num_layers: how many layers the model has.
-        softmax_scale: factor of the output; None is `K ** -0.5`.
+        softmax_scale: factor of the output; None is `K ** -0.5`. A number is compiled in, so each new one compiles again; an
+            array (`jnp.float32(x)`) does not.
         reverse: run from the last token to the first.
         return_state: also return the state after the last step.
         platform: `"xla"`, `"triton"`, `"pallas"`, `"cuda"`; `"auto"` or None takes the best that supports the call here.

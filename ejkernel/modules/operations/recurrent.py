@@ -6,13 +6,14 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels._linear.operations import RECURRENT
 from ejkernel.modules.base import default_executor
-from ejkernel.modules.operations._linear_kernel import LinearKernel
+from ejkernel.modules.operations._recurrence_kernel import RecurrenceKernel
+from ejkernel.modules.operations._results import OutputAndState
 from ejkernel.modules.operations.configs import RecurrentAttentionConfig
 
 __all__ = ["RecurrentAttention", "RecurrentAttentionConfig", "recurrent_attention"]
 
 
-class RecurrentAttention(LinearKernel):
+class RecurrentAttention(RecurrenceKernel):
     """`recurrent_attention` as the executor sees it."""
 
     signature = RECURRENT
@@ -35,7 +36,7 @@ def recurrent_attention(
     return_state: bool = False,
     platform: str | None = None,
     cfg: RecurrentAttentionConfig | None = None,
-) -> Float[Array, "*batch T H V"] | tuple[Float[Array, "*batch T H V"], Float[Array, "N H K V"]]:
+) -> Float[Array, "*batch T H V"] | OutputAndState:
     """Gated linear attention: h_t = decay_t * h_{t-1} + k_t^T v_t, o_t = softmax_scale * q_t h_t.
 
     The decay is the product of exp(gate) over the gates that are given. Gates are in log space: 0 keeps the state, -inf
@@ -51,7 +52,8 @@ def recurrent_attention(
         gv: log decay of column v, `[B, T, H, V]`.
         initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the packed sequences.
         cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1 or left away.
-        softmax_scale: factor of the output; None is `K ** -0.5`.
+        softmax_scale: factor of the output; None is `K ** -0.5`. A number is compiled in, so each new one compiles again; an
+            array (`jnp.float32(x)`) does not.
         reverse: run from the last token to the first.
         return_state: also return the state after the last step.
         platform: `"xla"`, `"triton"`, `"pallas"`, `"cuda"`; `"auto"` or None takes the best that supports the call here.

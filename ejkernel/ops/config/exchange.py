@@ -90,7 +90,7 @@ def read(file: Path) -> list[Entry]:
 
 
 def _op_id(key: str) -> str:
-    return json.loads(key)["op"]
+    return str(json.loads(key)["op"])
 
 
 def _carried(key: str, record: Mapping[str, Any]) -> bool:

@@ -65,7 +65,8 @@ def _warn_of_strangers(name: str) -> None:
 
 def active() -> tuple[tuple[str, Any], ...]:
     """The configurations of the overlays around this point, by name."""
-    return _active.value
+    configurations: tuple[tuple[str, Any], ...] = _active.value
+    return configurations
 
 
 def carry(configs: tuple[tuple[str, Any], ...]) -> Any:

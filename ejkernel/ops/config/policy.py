@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from ejkernel.ops.kernel import Kernel
 
@@ -34,11 +35,11 @@ class AutotunePolicy:
         if self.cache_miss_fallback is not None:
             _legal(self.cache_miss_fallback, "cache_miss_fallback")
 
-    def fallback(self, kernel: Kernel, backend: str) -> str:
+    def fallback(self, kernel: Kernel[Any, Any], backend: str) -> str:
         """`"autotune"`, `"heuristics"` or `"error"` for this kernel on this backend."""
         return self.ruling(kernel, backend)[0]
 
-    def ruling(self, kernel: Kernel, backend: str) -> tuple[str, str]:
+    def ruling(self, kernel: Kernel[Any, Any], backend: str) -> tuple[str, str]:
         """`fallback`, and whose word it is, for people who wonder."""
         if self.cache_miss_fallback is not None:
             choice, whose = self.cache_miss_fallback, f"cache_miss_fallback={self.cache_miss_fallback!r}"

@@ -103,11 +103,11 @@ class ConfigSelectorChain:
         """Changes whenever the memory does, so that nobody keeps a choice that is no longer the right one."""
         return self.cache.generation
 
-    def choose(self, inv: Invocation, cfg: Any = None) -> Choice:
+    def choose(self, inv: Invocation[Any, Any], cfg: Any = None) -> Choice:
         """The configuration for this call. NoConfigError when the policy is `"error"` and nothing is known."""
         return self._noted(inv, self._given(inv, cfg) or self._known(inv) or self._decide(inv, "choose", self._decide_here))
 
-    def tune(self, inv: Invocation, again: bool = False) -> Choice:
+    def tune(self, inv: Invocation[Any, Any], again: bool = False) -> Choice:
         """Measures this call whatever the policy says, unless memory or disk has a result already.
 
         Args:
@@ -118,12 +118,12 @@ class ConfigSelectorChain:
             return self._noted(inv, self._decide(inv, "tune again", self._measured_again))
         return self._noted(inv, self._known(inv) or self._decide(inv, "tune", self._measured_here))
 
-    def _noted(self, inv: Invocation, choice: Choice) -> Choice:
+    def _noted(self, inv: Invocation[Any, Any], choice: Choice) -> Choice:
         check_config(choice.config, f"the {choice.level} configuration of {inv.kernel.op_id!r}")
         reporting.note(inv, str(choice.level), choice.config, choice.record)
         return choice
 
-    def _given(self, inv: Invocation, cfg: Any) -> Choice | None:
+    def _given(self, inv: Invocation[Any, Any], cfg: Any) -> Choice | None:
         if cfg is not None:
             return Choice(cfg, Level.EXPLICIT)
         config = overlaid(inv.kernel.op_id, inv.key)
@@ -134,7 +134,7 @@ class ConfigSelectorChain:
             raise ValueError(f"the overlay's configuration for {inv.kernel.op_id!r} cannot run this call: {reason}.")
         return Choice(config, Level.OVERLAY)
 
-    def _known(self, inv: Invocation) -> Choice | None:
+    def _known(self, inv: Invocation[Any, Any]) -> Choice | None:
         """What memory has. In a multi-process program, process 0 makes sure that the others can have it too."""
         found = self._stored(inv, Level.MEMORY, self.cache)
         if found is not None and jax.process_count() > 1 and not inside_worker():
@@ -143,7 +143,7 @@ class ConfigSelectorChain:
             distributed.publish(inv.key, found)
         return found
 
-    def _decide(self, inv: Invocation, purpose: str, decide: Callable[[Invocation], Choice]) -> Choice:
+    def _decide(self, inv: Invocation[Any, Any], purpose: str, decide: Callable[[Invocation[Any, Any]], Choice]) -> Choice:
         """What memory does not have: decided here, or by process 0 for all processes."""
         if jax.process_count() == 1 or inside_worker():  # only process 0 has workers, so nobody waits for those
             return decide(inv)
@@ -158,7 +158,7 @@ class ConfigSelectorChain:
             self._agreed[name] = agreed
         return self._agreed[name]
 
-    def _decide_here(self, inv: Invocation) -> Choice:
+    def _decide_here(self, inv: Invocation[Any, Any]) -> Choice:
         if sizes := unknown_sizes(inv.problem):  # nothing can be measured, and what was measured was of one size
             return Choice(inv.kernel.heuristic_cfg(inv), Level.HEURISTICS, {"not_tuned": f"unknown sizes: {', '.join(sizes)}"})
         found = self._from_disk(inv) or self._shipped(inv)
@@ -177,29 +177,29 @@ class ConfigSelectorChain:
             )
         return Choice(inv.kernel.heuristic_cfg(inv), Level.HEURISTICS, {"not_tuned": whose})
 
-    def _measured_here(self, inv: Invocation) -> Choice:
+    def _measured_here(self, inv: Invocation[Any, Any]) -> Choice:
         from ejkernel.ops.tuner import Tuner
 
         return self._from_disk(inv) or self._autotune(inv, self.tuner or Tuner())
 
-    def _measured_again(self, inv: Invocation) -> Choice:
+    def _measured_again(self, inv: Invocation[Any, Any]) -> Choice:
         from ejkernel.ops.tuner import Tuner
 
         self._failed.pop(inv.key, None)
         return self._autotune(inv, self.tuner or Tuner(), again=True)
 
-    def _from_disk(self, inv: Invocation) -> Choice | None:
+    def _from_disk(self, inv: Invocation[Any, Any]) -> Choice | None:
         disk = self.disk(inv)
         found = None if disk is None else self._stored(inv, Level.DISK, disk)
         if found is not None:
             self.cache.put(inv.key, found.config, found.record)
         return found
 
-    def _shipped(self, inv: Invocation) -> Choice | None:
+    def _shipped(self, inv: Invocation[Any, Any]) -> Choice | None:
         found = shipped_default(inv)
         return None if found is None else self._checked(inv, Level.SHIPPED, *found)
 
-    def _autotune(self, inv: Invocation, tuner: Tuner, again: bool = False) -> Choice:
+    def _autotune(self, inv: Invocation[Any, Any], tuner: Tuner, again: bool = False) -> Choice:
         """Measures and stores, once per key however many threads ask. Where nothing could be measured: the heuristic."""
         from ejkernel.ops.tuner import TuningFailed
 
@@ -221,11 +221,11 @@ class ConfigSelectorChain:
                 return Choice(inv.kernel.heuristic_cfg(inv), Level.HEURISTICS, failure.record)
             self.cache.put(inv.key, tuned.config, tuned.record)
             disk = self.disk(inv)
-            if disk is not None:
+            if disk is not None and tuned.decided:  # else another process, which finds more compiled already, may decide it
                 disk.put(inv.key, tuned.config, tuned.record)
             return Choice(tuned.config, Level.AUTOTUNE, tuned.record)
 
-    def disk(self, inv: Invocation) -> PersistentCache | None:
+    def disk(self, inv: Invocation[Any, Any]) -> PersistentCache | None:
         """The cache on disk of this call's operation, or None when the chain has no disk."""
         if self._persistent is None:
             return None
@@ -239,11 +239,11 @@ class ConfigSelectorChain:
                 self._disks[name] = self._persistent.sibling(*name)
         return self._disks[name]
 
-    def _stored(self, inv: Invocation, level: Level, cache: Any) -> Choice | None:
+    def _stored(self, inv: Invocation[Any, Any], level: Level, cache: Any) -> Choice | None:
         found = cache.entry(inv.key)
         return None if found is None else self._checked(inv, level, *found)
 
-    def _checked(self, inv: Invocation, level: Level, config: Any, record: Mapping[str, Any]) -> Choice | None:
+    def _checked(self, inv: Invocation[Any, Any], level: Level, config: Any, record: Mapping[str, Any]) -> Choice | None:
         """What a level offers, in its class; None with one warning where this call cannot run with it."""
         try:
             config = from_fields(self._config_cls(inv), config)
@@ -257,10 +257,10 @@ class ConfigSelectorChain:
         )
         return None
 
-    def _config_cls(self, inv: Invocation) -> type:
+    def _config_cls(self, inv: Invocation[Any, Any]) -> type:
         return inv.kernel._config_cls or type(inv.kernel.heuristic_cfg(inv))
 
-    def _refusal(self, inv: Invocation, config: Any) -> str | None:
+    def _refusal(self, inv: Invocation[Any, Any], config: Any) -> str | None:
         wanted = self._config_cls(inv)
         if not isinstance(config, wanted):
             return f"it is a {type(config).__name__}, not a {wanted.__name__}"

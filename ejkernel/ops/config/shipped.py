@@ -59,7 +59,7 @@ def relatives(name: str) -> tuple[str, ...]:
     return (name, *(other for other in family if other != name))
 
 
-def shipped_default(inv: Invocation) -> tuple[Any, dict[str, Any]] | None:
+def shipped_default(inv: Invocation[Any, Any]) -> tuple[Any, dict[str, Any]] | None:
     """`(configuration or its fields, record)` for a call from the nearest device that has it, or None.
 
     The record says which device it was.
@@ -79,11 +79,12 @@ def read(file: Path) -> dict[str, Won]:
     content = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("calls"), dict):
         raise ValueError(f"expected format {FORMAT} with calls")
-    for call, won in content["calls"].items():
+    calls: dict[str, str | dict[str, Any]] = content["calls"]
+    for call, won in calls.items():
         fields = isinstance(won, dict) and all(isinstance(won.get(part), dict) for part in ("config", "record"))
         if won != HEURISTIC and not fields:
             raise ValueError(f"{call} must be {HEURISTIC!r}, or have a config and a record; found {won!r}")
-    return content["calls"]
+    return calls
 
 
 def write(file: Path, kind: str, measured: Iterable[tuple[str, Any, Mapping[str, Any]]]) -> None:

@@ -49,7 +49,7 @@ class TritonLinear(Implementation[LinearProblem, LinearConfig]):
             least = f"{LEAST_CAPABILITY / 10}"
             has = "is none" if capability is None else f"has {capability / 10}"
             return f"Triton kernels need an NVIDIA GPU of compute capability {least} or newer; {problem.device} {has}"
-        if jnp.float64 in {x.dtype for x in leaves}:
+        if any(x.dtype == jnp.float64 for x in leaves):
             return "Triton kernels sum in float32; float64 is for platform='xla'"
         _, _, _, K, V = problem.shape
         if max(K, V) > MAX_CHANNELS:

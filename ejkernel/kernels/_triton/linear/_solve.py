@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from ejkernel._varying import vary, varying_axes
 from ejkernel.kernels._triton.linear._batching import foldable
 from ejkernel.kernels._triton.linear._call import Call
 from ejkernel.kernels._triton.linear._chunks import Array, owner
@@ -23,7 +24,11 @@ DIFFERENTIABLE = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "initial_
 
 def solve_along(route: Route, arrays: dict[str, Array], cu_seqlens: Array | None) -> tuple[Array, Array]:
     """(output [B, T, H, V], final state [N, H, K, V]); arrays: those of `DIFFERENTIABLE` that are given."""
-    return _solve(route, differentiable_once(arrays), cu_seqlens)
+    # Under `shard_map` an array that is the same on all shards is made to vary like the others first: the gradient of that step
+    # is the sum over the shards, which the array's own type asks for.
+    axes = varying_axes(*arrays.values(), *(() if cu_seqlens is None else (cu_seqlens,)))
+    arrays = {name: vary(x, axes) for name, x in arrays.items()}
+    return _solve(route, differentiable_once(arrays), None if cu_seqlens is None else vary(cu_seqlens, axes))
 
 
 @jax.tree_util.register_static
@@ -53,6 +58,7 @@ def _solve_backward(_: Route, residuals: Any, cotangents: Any) -> Any:
     if isinstance(doutput, SymbolicZero):
         doutput = jnp.zeros(doutput.shape, doutput.dtype)
     dfinal = None if isinstance(dfinal, SymbolicZero) else dfinal
+    doutput, dfinal = not_differentiable((doutput, dfinal))
     grads = _backward(taken.route, arrays, cu_seqlens, saved, doutput, dfinal)
     return grads, None if cu_seqlens is None else np.zeros(cu_seqlens.shape, jax.dtypes.float0)
 

@@ -1,35 +1,41 @@
-"""What the linear operations share as kernels."""
+"""What operations with a recurrent state share as kernels: the linear ones, and the delta rule."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
-from ejkernel.kernels._linear import LinearConfig, LinearProblem
+from ejkernel._numbers import as_flag
+from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.checks import offsets, offsets_in_order
 from ejkernel.kernels._linear.problem import DECODED_TOKENS
 from ejkernel.modules.operations._registry_kernel import RegistryKernel
 from ejkernel.ops import Invocation
 
-PER_TOKEN = ("query", "key", "value", "g", "gk", "gv")
 
+class RecurrenceKernel(RegistryKernel[LinearConfig, Any]):
+    """An operation with a state, as the executor sees it: gives the output, or the output and the final state.
 
-class LinearKernel(RegistryKernel[LinearConfig, Any]):
-    """A linear operation as the executor sees it: solves a `LinearProblem`."""
+    Attributes:
+        per_token: the arrays of its problem whose second axis is time.
+        gates: those of its arguments that are log decays.
+    """
 
     not_of_the_problem = ("platform", "return_state")
     numbers = ("layer_idx", "num_layers")
+    per_token: ClassVar[tuple[str, ...]] = ("query", "key", "value", "g", "gk", "gv")
+    gates: ClassVar[tuple[str, ...]] = ("g", "g_gamma", "gk", "gv")
 
-    def problem(self, *args: Any, **kwargs: Any) -> LinearProblem:
+    def problem(self, *args: Any, **kwargs: Any) -> Any:
         """Without what no choice depends on: the scale's value, and the rank that a packed call came in."""
         return dataclasses.replace(super().problem(*args, **kwargs), scale=1.0, packed_rank3=False)
 
     def results(self, found: tuple[jax.Array, jax.Array], named: Mapping[str, Any]) -> Any:
-        return found if named["return_state"] else found[0]
+        return found if as_flag("return_state", named["return_state"]) else found[0]
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Offsets whose values are known are checked; a list of them becomes an array."""
@@ -47,15 +53,15 @@ class LinearKernel(RegistryKernel[LinearConfig, Any]):
             return (*args[:place], array, *args[place + 1 :]), kwargs
         return args, {**kwargs, "cu_seqlens": array}
 
-    def differentiable(self, inv: Invocation) -> bool:
+    def differentiable(self, inv: Invocation[Any, Any]) -> bool:
         """Calls of a few tokens are steps of a decoder, which nobody trains through: they are tuned for the step alone."""
-        return inv.problem.shape[1] > DECODED_TOKENS
+        return bool(inv.problem.shape[1] > DECODED_TOKENS)
 
     def length_axes(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Tokens are a length, and so is the number of packed sequences."""
-        return (1,) if name in PER_TOKEN else (0,) if name == "cu_seqlens" else ()
+        return (1,) if name in self.per_token else (0,) if name == "cu_seqlens" else ()
 
-    def random_inputs(self, inv: Invocation, key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def random_inputs(self, inv: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gates of every strength, and sequences of nearly equal length.
 
         Normal numbers as gates would amplify, and sequences of no length would do nothing.
@@ -67,10 +73,15 @@ class LinearKernel(RegistryKernel[LinearConfig, Any]):
         names = list(self.parameters().parameters)
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         tokens, time_axis = named["query"].shape[-3], named["query"].ndim - 3
-        for number, name in enumerate(("g", "g_gamma", "gk", "gv")):
+        for number, name in enumerate(self.gates):
             if (drawn := named.get(name)) is not None:
                 axis = None if name == "g_gamma" else time_axis
                 named[name] = gate(jax.random.fold_in(key, number), drawn.shape, drawn.dtype, axis)
         if (packed := named.get("cu_seqlens")) is not None:
             named["cu_seqlens"] = equal_offsets(tokens, packed.shape[0] - 1).astype(packed.dtype)
+        named = self.drawn(named)
         return tuple(named[name] for name in names[: len(args)]), {name: named[name] for name in kwargs}
+
+    def drawn(self, named: dict[str, Any]) -> dict[str, Any]:
+        """The random arguments by name, with what the operation asks of them beside sensible gates."""
+        return named

@@ -1,0 +1,124 @@
+"""The one definition of a call of the delta rule:
+
+    h' = D_t(h_{t-1});   e_t = v_t - k_t h';   h_t = h' + beta_t k_t^T e_t;   o_t = scale * q_t h_t
+
+`DeltaProblem.from_arguments` checks and completes what a user may pass; every platform takes the result and nothing else.
+What is settled here, once:
+
+- packed input of rank 3 becomes rank 4 with a batch of one (`finish` undoes it on the output);
+- `g` of rank 3 decays a value head's whole state, of rank 4 its rows; there is one gate or none;
+- `initial_state` is `[N, H, K, V]` in the state's dtype, or None;
+- the scale is a number. A traced scale is applied to the output afterwards (`finish`), so that no platform sees it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel._device import Device, device_of
+from ejkernel.kernels._delta import checks
+from ejkernel.kernels._linear import checks as shared
+from ejkernel.kernels._linear.problem import state_dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeltaProblem:
+    """A checked call. Arrays are leaves; the fields marked static belong to the tree's structure.
+
+    B is the batch, T the number of tokens in a row, N the number of sequences: B, or the packed ones (then B is 1). Value head
+    h reads head h // (H / Hk) of query and key.
+    """
+
+    query: jax.Array  # [B, T, Hk, K]
+    key: jax.Array  # [B, T, Hk, K]
+    value: jax.Array  # [B, T, H, V]
+    beta: jax.Array  # [B, T, H]
+    g: jax.Array | None = None  # [B, T, H] or [B, T, H, K]      log decay of the whole state, or of row k
+    initial_state: jax.Array | None = None  # [N, H, K, V]
+    cu_seqlens: jax.Array | None = None  # [N + 1]
+    traced_scale: jax.Array | None = None  # []
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    reverse: bool = dataclasses.field(default=False, metadata={"static": True})
+    use_qk_l2norm: bool = dataclasses.field(default=False, metadata={"static": True})
+    packed_rank3: bool = dataclasses.field(default=False, metadata={"static": True})
+    device: Device = dataclasses.field(default_factory=lambda: device_of(()), metadata={"static": True})
+
+    @classmethod
+    def from_arguments(
+        cls,
+        query: Any,
+        key: Any,
+        value: Any,
+        beta: Any,
+        g: Any = None,
+        *,
+        softmax_scale: Any = None,
+        initial_state: Any = None,
+        reverse: bool = False,
+        cu_seqlens: Any = None,
+        use_qk_l2norm: bool = False,
+    ) -> DeltaProblem:
+        """Checks every argument against the contract; ValueError or TypeError names the one that is wrong."""
+        q, k, v = (shared.float_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+        packed_rank3 = cu_seqlens is not None and q.ndim == 3
+        rank3 = "[tokens, heads, channels]" if packed_rank3 else None
+        q, k, v = (shared.rank4(name, x, rank3) for name, x in (("query", q), ("key", k), ("value", v)))
+        checks.query_key_value(q, k, v)
+        dims = checks.dims_of(q, v, sequences=shared.sequences(cu_seqlens, q))
+        scale, traced_scale = shared.scale(softmax_scale, dims.K)
+        return cls(
+            query=q,
+            key=k,
+            value=v,
+            beta=checks.beta(dims, beta, packed_rank3),
+            g=checks.gate(dims, g, packed_rank3),
+            initial_state=shared.initial_state(dims, initial_state, state_dtype(q)),
+            cu_seqlens=shared.cu_seqlens(cu_seqlens, q),
+            traced_scale=traced_scale,
+            scale=scale,
+            reverse=shared.flag("reverse", reverse),
+            use_qk_l2norm=shared.flag("use_qk_l2norm", use_qk_l2norm),
+            packed_rank3=packed_rank3,
+            device=device_of((q, k, v)),
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(B, T, H, K, V); H counts value heads."""
+        (B, T, _, K), (H, V) = self.query.shape, self.value.shape[2:]
+        return B, T, H, K, V
+
+    @property
+    def key_heads(self) -> int:
+        """Hk: the heads of query and key."""
+        return self.query.shape[2]
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether the gate decays each key channel by itself."""
+        return self.g is not None and self.g.ndim == 4
+
+    @property
+    def sequences(self) -> int:
+        """N: the batch, or the number of packed sequences."""
+        return self.query.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def state_dtype(self) -> np.dtype:
+        return state_dtype(self.query)
+
+    @property
+    def output_dtype(self) -> np.dtype:
+        """What a platform writes: query's dtype, or the state's when a traced scale is still to be applied."""
+        return self.query.dtype if self.traced_scale is None else self.state_dtype
+
+    def finish(self, output: jax.Array) -> jax.Array:
+        """A platform's output `[B, T, H, V]` as the user gets it: scaled if the scale was traced, in the rank that came."""
+        if self.traced_scale is not None:
+            output = (output * self.traced_scale.astype(output.dtype)).astype(self.query.dtype)
+        return output[0] if self.packed_rank3 else output

@@ -1,0 +1,1 @@
+"""What the algorithms of the xla platform share."""

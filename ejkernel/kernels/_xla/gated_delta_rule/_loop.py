@@ -1,0 +1,203 @@
+"""The loops over chunks: forward in the order of the recurrence, backward against it.
+
+The state is the loop's carry; rows come in and go out as slices of stacked arrays. The forward pass keeps the state before
+each chunk when a gradient will be asked; the backward pass recomputes everything else from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel._varying import vary, varying_axes
+from ejkernel.kernels._xla.gated_delta_rule import _channel_gate, _chunk, _head_gate
+from ejkernel.kernels._xla.gated_delta_rule._layout import Layout, Place
+from ejkernel.kernels._xla.linear._products import Matmul
+
+Array = jax.Array
+Arrays = Mapping[str, Array]  # query, key, value, beta, and those of g, initial_state that are given
+PER_TOKEN = ("query", "key", "value", "beta", "g")
+EPSILON = 1e-6  # of use_qk_l2norm
+UNROLLED_STEPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about a call; equal plans compile once."""
+
+    schedule: str
+    rows: int  # C: tokens per chunk
+    scale: float
+    reverse: bool
+    use_qk_l2norm: bool
+    state: np.dtype
+    output: np.dtype
+    on_cpu: bool  # then chunks that no packed sequence needs are left out: a branch, cheap there alone
+
+    @property
+    def matmul(self) -> Matmul:
+        return Matmul(self.state, self.state, self.on_cpu)
+
+    def layout(self, tokens: Any, cu_seqlens: Array | None, keep_states: bool) -> Layout:
+        if cu_seqlens is not None:
+            return Layout.packed(self.rows, tokens, self.reverse, cu_seqlens)
+        rows = self.rows
+        if self.schedule == "recurrent" and not keep_states and isinstance(tokens, int):
+            rows = -(-tokens // -(-tokens // rows))  # steps need no power of two, so few rows are left empty
+        return Layout.dense(rows, tokens, self.reverse)
+
+    def query(self, rows: Array) -> Array:
+        """Queries as they enter the recurrence: normalised if asked for, and scaled."""
+        return self.key(rows) * self.scale
+
+    def key(self, rows: Array) -> Array:
+        return rows * lax.rsqrt(jnp.sum(rows * rows, -1, keepdims=True) + EPSILON) if self.use_qk_l2norm else rows
+
+
+def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: bool) -> tuple[Array, ...]:
+    """(output `[B, T, H, V]`, final state `[N, H, K, V]`), and the state before each chunk `[chunks, B, H, K, V]` if kept."""
+    (B, T, H, V), K = arrays["value"].shape, arrays["key"].shape[-1]
+    layout = plan.layout(T, cu_seqlens, keep_states)
+    rows = {name: layout.split(arrays[name]) for name in PER_TOKEN if name in arrays}
+    axes = varying_axes(*arrays.values(), *([] if cu_seqlens is None else [cu_seqlens]))
+    sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    initial = arrays.get("initial_state")
+    initial = vary(jnp.zeros((sequences, H, K, V), plan.state) if initial is None else initial, axes)
+    run = _steps if plan.schedule == "recurrent" else _products
+
+    def chunk(carry: tuple[Array, Array | None], x: tuple[dict[str, Array], Place | None]) -> Any:
+        (state, finals), (rows, place) = carry, x
+        if place is not None:
+            state = jnp.where(place.first, lax.dynamic_index_in_dim(initial, place.sequence, 0), state)
+        before = state
+        state, output = run(plan, layout, rows, state)
+        if finals is not None:  # each chunk of a sequence writes; its last one stays
+            assert place is not None
+            finals = lax.dynamic_update_index_in_dim(finals, state, place.sequence, 0)
+        return (state, finals), (output, before if keep_states else None)
+
+    start = (initial, None) if cu_seqlens is None else (vary(jnp.zeros((B, H, K, V), plan.state), axes), initial)
+    (state, finals), (output, states) = _scan(plan, chunk, start, (rows, layout.place), layout.flips)
+    found = layout.joined(output), state if finals is None else finals
+    return (*found, states) if keep_states else found
+
+
+def backward(
+    plan: Plan,
+    wanted: tuple[str, ...],
+    arrays: Arrays,
+    cu_seqlens: Array | None,
+    states: Array,
+    doutput: Array,
+    dfinal: Array,
+) -> dict[str, Array]:
+    """The gradients of the `wanted` arrays from the cotangents of output and final state."""
+    layout = plan.layout(arrays["value"].shape[1], cu_seqlens, keep_states=True)
+    rows = {name: layout.split(arrays[name]) for name in PER_TOKEN if name in arrays}
+    axes = varying_axes(*arrays.values(), doutput, dfinal, states, *([] if cu_seqlens is None else [cu_seqlens]))
+    dfinal = vary(dfinal.astype(plan.state), axes)
+
+    def chunk(carry: tuple[Array, Array | None], x: Any) -> Any:
+        (dstate, dinitials), (rows, drows, state, place) = carry, x
+        if place is not None:
+            dstate = jnp.where(place.last, lax.dynamic_index_in_dim(dfinal, place.sequence, 0), dstate)
+        dstate, found = _products_backward(plan, layout, rows, state, dstate, drows)
+        if dinitials is not None:  # against the recurrence a sequence's first chunk comes last, and stays
+            dinitials = lax.dynamic_update_index_in_dim(dinitials, dstate, place.sequence, 0)
+        return (dstate, dinitials), {name: found[name] for name in wanted if name in found}
+
+    # An empty sequence hands its final state's cotangent to its initial state.
+    start = (dfinal, None) if cu_seqlens is None else (vary(jnp.zeros_like(states[0]), axes), dfinal)
+    xs = (rows, layout.split(doutput), states, layout.place)
+    (dstate, dinitials), found = _scan(plan, chunk, start, xs, not layout.flips)
+    grads = {name: layout.joined(grad) for name, grad in found.items()}
+    if "initial_state" in wanted:
+        grads["initial_state"] = dstate if dinitials is None else dinitials
+    return grads
+
+
+def _scan(plan: Plan, chunk: Callable, start: Any, xs: tuple, reverse: bool) -> Any:
+    """`lax.scan`, whose chunks that no packed sequence uses change nothing. A single chunk, as in decoding, needs no loop."""
+    if jax.tree.leaves(xs)[0].shape[0] == 1:
+        carry, y = chunk(start, jax.tree.map(lambda x: x[0], xs))
+        return carry, jax.tree.map(lambda x: x[None], y)
+    if xs[-1] is None or not plan.on_cpu:
+        return lax.scan(chunk, start, xs, reverse=reverse)
+
+    def if_used(carry: Any, x: tuple) -> Any:
+        shapes = jax.eval_shape(chunk, carry, x)[1]
+        axes = varying_axes(*jax.tree.leaves(carry))
+        nothing = lambda: (carry, jax.tree.map(lambda s: vary(jnp.zeros(s.shape, s.dtype), axes), shapes))
+        return lax.cond(x[-1].used, lambda: chunk(carry, x), nothing)
+
+    return lax.scan(if_used, start, xs, reverse=reverse)
+
+
+def _read(plan: Plan, layout: Layout, rows: Mapping[str, Array]) -> dict[str, Array]:
+    heads = rows["value"].shape[2]
+    return {name: layout.read(x, heads, plan.state) for name, x in rows.items()}  # [B, H, C, ...]
+
+
+def _products(plan: Plan, layout: Layout, rows: Mapping[str, Array], state: Array) -> tuple[Array, Array]:
+    """A chunk by matrix products: (state after it, output `[B, C, H, V]`)."""
+    mm, x = plan.matmul, _read(plan, layout, rows)
+    decay = jnp.exp(x["g"]) if "g" in x else None
+    s, _ = _gate(decay).scores(mm, plan.query(x["query"]), plan.key(x["key"]), decay)
+    state, output = _chunk.forward(mm, state, s, x["value"], x["beta"][..., None])
+    return state, layout.write(output, output.shape[1], plan.output)
+
+
+def _products_backward(
+    plan: Plan, layout: Layout, rows: Mapping[str, Array], state: Array, dstate: Array, drows: Array
+) -> tuple[Array, dict[str, Array]]:
+    """(adjoint of the state before the chunk, gradients by name as they lie in `rows`)."""
+    mm, x = plan.matmul, _read(plan, layout, {**rows, "doutput": drows})
+    q, query_gradient = jax.vjp(plan.query, x["query"])
+    k, key_gradient = jax.vjp(plan.key, x["key"])
+    decay = jnp.exp(x["g"]) if "g" in x else None
+    gate = _gate(decay)
+    s, kept = gate.scores(mm, q, k, decay)
+    dstate, dv, db, dscores = _chunk.backward(mm, state, dstate, s, x["value"], x["beta"][..., None], x["doutput"])
+    dq, dk, dg = gate.gradients(mm, q, k, s, kept, dscores)
+    found = {"query": query_gradient(dq)[0], "key": key_gradient(dk)[0], "value": dv, "beta": db[..., 0]}
+    found |= {} if dg is None else {"g": dg}
+    return dstate, {name: layout.write(grad, rows[name].shape[2], rows[name].dtype) for name, grad in found.items()}
+
+
+def _gate(decay: Array | None) -> Any:
+    """The module that makes scores with this kind of gate."""
+    return _channel_gate if decay is not None and decay.ndim == 4 else _head_gate
+
+
+def _steps(plan: Plan, layout: Layout, rows: Mapping[str, Array], state: Array) -> tuple[Array, Array]:
+    """A chunk token by token: (state after it, output `[B, C, H, V]`). Two passes over the state for each token."""
+    mm, x = plan.matmul, _read(plan, layout, rows)
+    x["query"], x["key"] = plan.query(x["query"]), plan.key(x["key"])
+    if "g" in x:
+        x["g"] = jnp.exp(x["g"] if x["g"].ndim == 4 else x["g"][..., None])  # [B, H, C, 1 | K]
+    by_token = {name: jnp.moveaxis(y, 2, 0) for name, y in x.items()}  # [C, B, H, ...]
+
+    def step(S: Array, row: dict[str, Array]) -> tuple[Array, Array]:
+        q, k = row["query"], row["key"]  # [B, H, K]
+        both = jnp.stack([q, k], -2)  # [B, H, 2, K]
+        seen = mm.nn(both * row["g"][..., None, :] if "g" in row else both, S)  # [B, H, 2, V]: read of the decayed state
+        u = row["beta"][..., None] * (row["value"] - seen[..., 1, :])  # [B, H, V]
+        S = (S * row["g"][..., None] if "g" in row else S) + k[..., None] * u[..., None, :]
+        return S, seen[..., 0, :] + jnp.sum(q * k, -1, keepdims=True) * u
+
+    if layout.rows <= UNROLLED_STEPS:
+        outputs = []
+        for t in range(layout.rows):
+            state, output = step(state, {name: y[t] for name, y in by_token.items()})
+            outputs.append(output)
+        output = jnp.stack(outputs, 2)
+    else:
+        state, stacked = lax.scan(step, state, by_token)
+        output = jnp.moveaxis(stacked, 0, 2)  # [B, H, C, V]
+    return state, layout.write(output, output.shape[1], plan.output)

@@ -1,0 +1,170 @@
+"""A short depthwise convolution over time, which sees the past alone: what delta-rule layers have before q, k and v."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ejkernel.kernels._linear import checks
+from ejkernel.kernels._linear.checks import float_array
+from ejkernel.kernels._xla._common.explicit_mesh import over_explicit_axes
+from ejkernel.modules.operations._results import OutputAndState
+
+__all__ = ["causal_conv1d"]
+
+Activation = Literal["silu"]
+
+
+def causal_conv1d(
+    x: Float[Array, "B T C"] | Float[Array, "tokens C"],
+    weight: Float[Array, "W C"],
+    bias: Float[Array, " C"] | None = None,
+    initial_state: Float[Array, "N W-1 C"] | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
+    *,
+    activation: Activation | None = None,
+    return_state: bool = False,
+) -> Float[Array, "B T C"] | Float[Array, "tokens C"] | OutputAndState:
+    """A depthwise convolution of each channel with its own W past inputs: y_t = activation(sum_j weight_j x_{t-W+1+j} + bias).
+
+    Sums are in float32 (float64 for float64); every argument has its gradient. Sequences of a packed row do not see each other.
+
+    Args:
+        x: `[B, T, C]`; packed by `cu_seqlens` `[1, tokens, C]` or `[tokens, C]`.
+        weight: `[W, C]`; the last row multiplies the current token.
+        bias: `[C]`.
+        initial_state: `[N, W - 1, C]`, the inputs before the first token, oldest first; None: zeros. N is the batch, or the
+            packed sequences.
+        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row. Empty sequences are legal and keep their state.
+        activation: None or `"silu"`.
+        return_state: also return the last W - 1 inputs of each sequence, from which decoding goes on.
+
+    Returns:
+        y, of x's shape and dtype; with `return_state`, also the state `[N, W - 1, C]` in x's dtype.
+
+    Example:
+        >>> x = jnp.arange(5.0)[None, :, None]
+        >>> causal_conv1d(x, jnp.array([[1.0], [10.0]])).ravel().tolist()
+        [0.0, 10.0, 21.0, 32.0, 43.0]
+        >>> _, state = causal_conv1d(x[:, :4], jnp.array([[1.0], [10.0]]), return_state=True)
+        >>> causal_conv1d(x[:, 4:], jnp.array([[1.0], [10.0]]), initial_state=state).ravel().tolist()  # decode the last token
+        [43.0]
+    """
+    x = float_array("x", x)
+    rank2 = cu_seqlens is not None and x.ndim == 2
+    if x.ndim != 3 and not rank2:
+        hint = " (rank 2 needs cu_seqlens)" if x.ndim == 2 else ""
+        raise ValueError(f"x must be [batch, time, channels]{hint}; got {list(x.shape)}.")
+    rows = x[None] if rank2 else x  # [B, T, C]
+    weight, bias = _checked_weights(rows, weight, bias)
+    offsets = _checked_offsets(rows, cu_seqlens)
+    state = _checked_state(rows, weight, offsets, initial_state)
+    if activation is not None and activation not in get_args(Activation):
+        raise ValueError(f"activation must be None or 'silu'; got {activation!r}.")
+    if not isinstance(return_state, (bool, np.bool_)):
+        raise TypeError(f"return_state must be True or False; got {return_state!r}.")
+    given = {"x": rows, "weight": weight, "bias": bias, "state": state}
+    arrays = {name: array for name, array in given.items() if array is not None}
+    placed = [(("x", 0), None, ("x", 2)), (None if offsets is not None else ("x", 0), None, ("x", 2))]
+    run = functools.partial(_run, activation, return_state)
+    y, *last = over_explicit_axes(run, arrays, placed[: 1 + return_state], ("x",))(arrays, offsets)
+    y = y[0] if rank2 else y
+    return (y, *last) if return_state else y
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside `jit` compile once for each shape
+def _run(activation: str | None, return_state: bool, arrays: dict[str, Array], offsets: Array | None) -> tuple[Array, ...]:
+    x, state, W = arrays["x"], arrays.get("state"), arrays["weight"].shape[0]
+    y = _convolved(x, arrays["weight"], arrays.get("bias"), state, offsets)
+    y = (jax.nn.silu(y) if activation == "silu" else y).astype(x.dtype)
+    return (y, _last_inputs(x, state, offsets, W - 1)) if return_state else (y,)
+
+
+def _convolved(x: Array, weight: Array, bias: Array | None, state: Array | None, offsets: Array | None) -> Array:
+    """`[B, T, C]` in float32 or wider: W shifted products, plus what the first W - 1 tokens of a sequence see of its state."""
+    wide, (W, T) = jnp.promote_types(x.dtype, jnp.float32), (weight.shape[0], x.shape[1])
+    w = weight.astype(wide)
+    if offsets is None:
+        seen = _with_past(x, state, W - 1).astype(wide)  # [B, W - 1 + T, C]
+        terms = [w[j][None, None] * jax.lax.slice_in_dim(seen, j, j + T, axis=1) for j in range(W)]
+    else:
+        terms = [w[j][None, None] * _inputs_before(x, state, offsets, W - 1 - j).astype(wide) for j in range(W)]
+    total = sum(terms[1:], terms[0])
+    return total if bias is None else total + bias.astype(wide)[None, None]
+
+
+def _with_past(x: Array, state: Array | None, kept: int) -> Array:
+    return jnp.pad(x, [(0, 0), (kept, 0), (0, 0)]) if state is None else jnp.concatenate([state, x], 1)
+
+
+def _inputs_before(x: Array, state: Array | None, offsets: Array, back: int) -> Array:
+    """The input `back` tokens before each token of a packed row `[1, T, C]`, of its own sequence or its state."""
+    if back == 0:
+        return x
+    token = jnp.arange(x.shape[1], dtype=jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(offsets[1:], token, side="right").astype(jnp.int32), offsets.shape[0] - 2)
+    place = token - offsets[sequence]  # [T]: which token of its sequence
+    shifted = jnp.pad(x, [(0, 0), (back, 0), (0, 0)])[:, : x.shape[1]]
+    own = (place >= back)[None, :, None]
+    if state is None:
+        return jnp.where(own, shifted, 0)
+    kept = state.shape[1]
+    from_state = state[sequence, jnp.clip(kept - back + place, 0, kept - 1)]  # [T, C]
+    return jnp.where(own, shifted, from_state[None])
+
+
+def _last_inputs(x: Array, state: Array | None, offsets: Array | None, kept: int) -> Array:
+    """`[N, W - 1, C]`: the last inputs of each sequence, older ones from its initial state where it is shorter."""
+    if offsets is None:
+        return jax.lax.slice_in_dim(_with_past(x, state, kept), x.shape[1], x.shape[1] + kept, axis=1)
+    if x.shape[1] == 0 or kept == 0:
+        return jnp.zeros((offsets.shape[0] - 1, kept, x.shape[2]), x.dtype) if state is None else state
+    back = jnp.arange(kept, 0, -1, dtype=jnp.int32)[None]  # [1, W - 1]: how many tokens before the sequence's end
+    length = jnp.diff(offsets)[:, None]
+    from_row = x[0][jnp.clip(offsets[1:, None] - back, 0, x.shape[1] - 1)]  # [N, W - 1, C]
+    own = (back <= length)[..., None]
+    if state is None:
+        return jnp.where(own, from_row, 0)
+    older = jnp.clip(kept - back + length, 0, kept - 1)  # [N, W - 1]
+    return jnp.where(own, from_row, jnp.take_along_axis(state, older[..., None], axis=1))
+
+
+def _checked_weights(x: Array, weight: Any, bias: Any) -> tuple[Array, Array | None]:
+    weight, channels = float_array("weight", weight), x.shape[2]
+    if weight.ndim != 2 or weight.shape[1] != channels or weight.shape[0] < 1:
+        raise ValueError(
+            f"weight must be [width, {channels}] (taps from the oldest to the current token, channels) to match x, "
+            f"with a width of at least 1; got {list(weight.shape)}."
+        )
+    if bias is not None and (bias := float_array("bias", bias)).shape != (channels,):
+        raise ValueError(f"bias must be [{channels}] (channels) to match x; got {list(bias.shape)}.")
+    return weight, bias
+
+
+def _checked_offsets(x: Array, cu_seqlens: Any) -> Array | None:
+    if cu_seqlens is None:
+        return None
+    if x.shape[0] != 1:
+        raise ValueError(f"x must have a batch of 1 when cu_seqlens packs the sequences; got {list(x.shape)}.")
+    checks.sequences(cu_seqlens, x)
+    return checks.cu_seqlens(cu_seqlens, x)
+
+
+def _checked_state(x: Array, weight: Array, offsets: Array | None, initial_state: Any) -> Array | None:
+    """`[N, W - 1, C]` in x's dtype, or None."""
+    sequences = x.shape[0] if offsets is None else offsets.shape[0] - 1
+    legal = (sequences, weight.shape[0] - 1, x.shape[2])
+    if initial_state is None:
+        return None
+    state = float_array("initial_state", initial_state)
+    if state.shape != legal:
+        raise ValueError(
+            f"initial_state must be {list(legal)} (sequences, width - 1, channels) to match x and weight; "
+            f"got {list(state.shape)}."
+        )
+    return state.astype(x.dtype)
