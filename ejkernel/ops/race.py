@@ -16,7 +16,7 @@ from ejkernel.ops.config.codec import check_config, to_fields, unfit
 from ejkernel.ops.invocation import Invocation, is_array
 from ejkernel.ops.key import environment
 from ejkernel.ops.trial import Inputs, Trial
-from ejkernel.ops.tuner import Tuned, Tuner, TuningFailed
+from ejkernel.ops.tuner import OUT_OF_TIME, Tuned, Tuner, TuningFailed
 from ejkernel.ops.worker import OvertimeError, Worker
 
 _COMPILING_SHARE = 0.75  # of the time; the rest is for measuring what compiled
@@ -97,7 +97,7 @@ class Race:
         share = self.tuner.max_seconds * (1.0 if is_reference else _COMPILING_SHARE)
         left = self.start + share - time.monotonic()
         if left <= 0:
-            trial.reason = f"not tried: the time of {self.tuner.max_seconds:g} s was used up"
+            trial.reason = f"not tried: the time of {self.tuner.max_seconds:g} s {OUT_OF_TIME}"
             return
         limit = left if is_reference else min(left, self.tuner.candidate_seconds)
         trial.reason = self._attempt(lambda: self._first(trial, is_reference), limit)
@@ -142,7 +142,7 @@ class Race:
                 trial.reason = self._attempt(trial.sample, min(self.tuner.candidate_seconds, self._left()))
         for trial in trials:
             if trial.reason is None and not trial.samples:
-                trial.reason = f"not timed: the time of {self.tuner.max_seconds:g} s was used up"
+                trial.reason = f"not timed: the time of {self.tuner.max_seconds:g} s {OUT_OF_TIME}"
 
     def _winner(self, heuristic: Trial) -> Trial:
         best = min((trial for trial in self.trials if trial.reason is None), key=lambda trial: trial.seconds)

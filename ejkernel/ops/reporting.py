@@ -11,6 +11,7 @@ from typing import Any
 
 from ejkernel.ops.config.validity import wrong_record
 from ejkernel.ops.invocation import Invocation
+from ejkernel.ops.tuner import OUT_OF_TIME
 
 _LIMIT = 10_000
 
@@ -58,7 +59,10 @@ def _origin(level: str, record: Mapping[str, Any]) -> str:
     if level == "autotune":
         candidates = record.get("candidates", ())
         timed = sum("seconds" in candidate for candidate in candidates)
-        return f"tuned in this process{_taking(record)}, {timed} of {len(candidates)} candidates timed"
+        late = sum(OUT_OF_TIME in candidate.get("reason", "") for candidate in candidates)
+        rest = f", {late} not reached in time" if late else ""
+        kept = "; not stored, since nothing beside the heuristic was timed" if late and timed == 1 else ""
+        return f"tuned in this process{_taking(record)}, {timed} of {len(candidates)} candidates timed{rest}{kept}"
     if level == "shipped" and "shipped_for" in record:
         return f"shipped for {record['shipped_for']}"
     return f"measured {record['time']}" if level in ("memory", "disk") and "time" in record else ""

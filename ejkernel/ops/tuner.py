@@ -10,6 +10,9 @@ from ejkernel._numbers import is_int
 from ejkernel.ops.invocation import Invocation
 
 
+OUT_OF_TIME = "was used up"  # in the reason of a candidate that was not reached
+
+
 class TuningFailed(Exception):
     """No candidate could be measured, not even the heuristic; `record` says why each failed."""
 
@@ -24,6 +27,13 @@ class Tuned:
 
     config: Any
     record: Mapping[str, Any]
+
+    @property
+    def decided(self) -> bool:
+        """Whether there was a race: something beside the heuristic was timed, or nothing was left out for want of time."""
+        candidates = self.record.get("candidates", ())
+        timed = sum("seconds" in candidate for candidate in candidates)
+        return timed != 1 or not any(OUT_OF_TIME in candidate.get("reason", "") for candidate in candidates)
 
 
 class Tuner:

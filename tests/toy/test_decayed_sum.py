@@ -49,6 +49,6 @@ def test_tuning_chooses_among_all_platforms():
     x = jax.ShapeDtypeStruct((1, 20, 2), jnp.float32)
     (chosen,) = ops.tune(lambda x: decayed_sum(x, 0.5), x)
     measured = {(c["config"]["platform"], c["config"]["block"]) for c in chosen.record["candidates"]}
-    assert measured == {("xla", 16), ("xla", 32), ("xla", 64), ("pallas", 8), ("pallas", 32)}
+    assert measured == {("xla", 16), ("xla", 32), ("xla", 64), ("pallas", 8)}  # of the other platform its own guess
     assert DecayedSum().op_id == chosen.op_id
     assert chosen.route == chosen.record["route"]

@@ -188,8 +188,9 @@ def test_block_q_is_refused_before_it_raises():
 TOO_LARGE = """
 from ejkernel.kernels._linear import LinearConfig
 from tests.triton.test_routes import TRITON, problem
-for capability in (86, 90):
-    print(TRITON.refuses(problem(("g_gamma",), 64, 64, 70, capability=capability), LinearConfig(num_stages=6)))
+for capability, stages in ((86, 6), (90, 3)):
+    call = problem(("g_gamma",), 128, 128, 70, capability=capability)
+    print(TRITON.refuses(call, LinearConfig(num_stages=stages)))
 """
 
 

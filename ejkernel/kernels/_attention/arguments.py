@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
 from ejkernel._meshes import repeat
@@ -39,8 +40,8 @@ class Shape(NamedTuple):
 
 @functools.cache
 def accumulation_dtype(dtype: Any) -> Any:
-    """Float32, or wider when `dtype` is."""
-    return jnp.promote_types(dtype, jnp.float32)
+    """Float32, or float64 when `dtype` is; without JAX's promotion, which may be set to refuse."""
+    return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
 
 
 def operands(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Array, Array, Array]:

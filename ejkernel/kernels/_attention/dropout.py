@@ -17,7 +17,7 @@ def kept(words: UInt32[Array, "*rows 2"], columns: Int[Array, " K"], prob: float
         >>> kept(words, jnp.arange(1000), 0.3).mean().round(1)
         Array(0.7, dtype=float32)
     """
-    start = columns.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)  # [K]
+    start = columns.astype(jnp.uint32).reshape(*[1] * (words.ndim - 1), -1) * jnp.uint32(0x9E3779B9)  # [..., K]
     mixed = _mix(start + words[..., 0, None])  # [*rows, K]
     bits = _mix(mixed ^ words[..., 1, None])
     return bits >= jnp.uint32(min(round(prob * 2**32), 2**32 - 1))

@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from ejkernel._varying import vary, varying_axes
+from ejkernel.kernels._attention.arguments import accumulation_dtype
 from ejkernel.kernels._attention.dropout import kept
 from ejkernel.kernels._attention.problem import AttentionProblem
 
@@ -142,7 +143,7 @@ def drop(problem: AttentionProblem, weights: Float[Array, "B Hkv G q k"], tile: 
 
 def sum_dtype(problem: AttentionProblem) -> Any:
     """The dtype of the softmax's maximum and sums."""
-    return jnp.promote_types(problem.softmax_dtype, jnp.float32)
+    return accumulation_dtype(problem.softmax_dtype)
 
 
 def alike_varying(problem: AttentionProblem) -> AttentionProblem:

@@ -166,7 +166,7 @@ def _packed_hint(packed_rank3: bool) -> str:
 def _add_gates(dims: Dims, a: jax.Array, b: jax.Array) -> jax.Array:
     if a.shape[2] != b.shape[2]:  # one has a gate for each query head, the other for each kv head
         a, b = (x if x.shape[2] == dims.H else repeat(x, dims.H // dims.Hkv, axis=2) for x in (a, b))
-    wide = jnp.promote_types(jnp.float32, jnp.promote_types(a.dtype, b.dtype))
+    wide = np.float64 if np.float64 in (a.dtype, b.dtype) else np.float32
     return a.astype(wide) + b.astype(wide)
 
 

@@ -99,11 +99,16 @@ class RegistryKernel(Kernel[Cfg, Out]):
         return self._implementation(entry).heuristic(inv.problem)
 
     def candidate_cfgs(self, inv: Invocation[Any, Any]) -> Iterable[Cfg]:
-        """What every platform that supports the call would measure; one that was asked for is alone."""
+        """What the best platform for the call would measure, and the best guess of every other that supports it.
+
+        More of the others would take the time that the best needs; a platform that was asked for is alone.
+        """
         asked = as_platform(inv.arguments["platform"])
+        best = self.registry.select(self.op_id, asked, problem=inv.problem)
+        yield from self._implementation(best).candidates(inv.problem)
         for entry in self.registry.list_implementations(self.op_id):
-            if asked in (None, entry.platform) and self.registry.refusal(entry, inv.problem) is None:
-                yield from self._implementation(entry).candidates(inv.problem)
+            if entry is not best and asked is None and self.registry.refusal(entry, inv.problem) is None:
+                yield self._implementation(entry).heuristic(inv.problem)
 
     def check_cfg(self, inv: Invocation[Any, Any], cfg: Cfg) -> str | None:
         """The reason why the call cannot run with `cfg`."""

@@ -218,7 +218,7 @@ class ConfigSelectorChain:
                 return Choice(inv.kernel.heuristic_cfg(inv), Level.HEURISTICS, failure.record)
             self.cache.put(inv.key, tuned.config, tuned.record)
             disk = self.disk(inv)
-            if disk is not None:
+            if disk is not None and tuned.decided:  # else another process, which finds more compiled already, may decide it
                 disk.put(inv.key, tuned.config, tuned.record)
             return Choice(tuned.config, Level.AUTOTUNE, tuned.record)
 

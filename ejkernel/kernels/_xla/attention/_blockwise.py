@@ -61,8 +61,13 @@ class Blocks(NamedTuple):
 
     def tile(self, i: Array, j: Array) -> Tile:
         """The tile of query block i and key block j."""
-        start_q, start_k = i.astype(jnp.int32) * self.size_q, j.astype(jnp.int32) * self.size_k
+        start_q, start_k = _int32(i) * self.size_q, _int32(j) * self.size_k
         return Tile(start_q, start_k, self.size_q, self.size_k, self.kv_end)
+
+
+def _int32(i: Array | int) -> Array:
+    """An index in 32 bits; loops count in 64 bits under x64, and in Python without `jit`."""
+    return lax.convert_element_type(i, jnp.int32)
 
 
 def blockwise_output(problem: AttentionProblem, block_q: int, block_k: int) -> Float[Array, "B T H V"]:
@@ -197,7 +202,7 @@ def _forward(blocks: Blocks, problem: AttentionProblem) -> tuple[Float[Array, "B
     rows = (*query.shape[:3], blocks.size_q)
     first = start(rows, -jnp.inf, sums), start(rows, 0, sums)
     if problem.sinks is not None:
-        top = start(rows, 0, sums) + problem.sinks.astype(sums).reshape(problem.kv_heads, problem.groups, 1)
+        top = start(rows, 0, sums) + problem.sinks.astype(sums).reshape(1, problem.kv_heads, problem.groups, 1)
         first = lax.stop_gradient(top), jnp.exp(top - lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top)))
 
     def key_block(i: Array, q: Array, n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -215,7 +220,7 @@ def _forward(blocks: Blocks, problem: AttentionProblem) -> tuple[Float[Array, "B
 
     def query_block(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         output, lse = carry
-        at = i * blocks.size_q
+        at = _int32(i) * blocks.size_q
         q = cut(query, 3, at, blocks.size_q)
         acc = start((*rows, problem.value_dim), 0, wide)
         top, total, acc = lax.fori_loop(0, plan.number(i), functools.partial(key_block, i, q), (*first, acc))
@@ -269,7 +274,7 @@ def _backward(
         p = jnp.exp(x - lse_rows.astype(x.dtype))  # [B, Hkv, G, q, k]
         d_p = drop(problem, product(problem, "bhgqv,bhkv->bhgqk", d_out, v), tile)
         # Where one key has all the weight, d_p = delta; large queries would blow up the rounding error of the difference.
-        d_x = jnp.where(p == 1, 0, p * (d_p - delta_rows))
+        d_x = jnp.where(p == 1, 0, p.astype(wide) * (d_p - delta_rows))
         d_scores, d_bias = pull(d_x.astype(x.dtype))
         d_v = product(problem, "bhvgq,bhgqk->bhvk", d_out_t, drop(problem, p, tile))
         d_k = product(problem, "bhdgq,bhgqk->bhdk", q_t, d_scores)
@@ -282,7 +287,7 @@ def _backward(
     def query_block(i: Array, sums: _Gradients) -> _Gradients:
         d_q = start((*query.shape[:3], blocks.size_q, query.shape[4]), 0, wide)
         d_q, sums = lax.fori_loop(0, plan.number(i), functools.partial(key_block, i), (d_q, sums))
-        return sums._replace(query=lax.dynamic_update_slice_in_dim(sums.query, d_q, i * blocks.size_q, 3))
+        return sums._replace(query=lax.dynamic_update_slice_in_dim(sums.query, d_q, _int32(i) * blocks.size_q, 3))
 
     sums = _Gradients(
         query=start(query.shape, 0, wide),
@@ -298,18 +303,19 @@ def _add(total: Array, part: Array, starts: dict[int, Any]) -> Array:
     """Adds a part to the total at these places; an axis of size 1 in the total starts at 0."""
     zero = jnp.zeros((), jnp.int32)
     at = [starts[n] if n in starts and total.shape[n] > 1 else zero for n in range(total.ndim)]
-    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, part.shape) + part, at)
+    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, part.shape) + part.astype(total.dtype), at)
 
 
 def _cotangents(problem: AttentionProblem, sums: _Gradients, lse: Array, delta: Array) -> AttentionProblem:
     """The gradients of a problem from sums over its padded form."""
     sinks, bias, scale, q_len, kv_len = problem.sinks, problem.bias, problem.traced_scale, problem.q_len, problem.kv_len
     if sinks is not None:
-        share = jnp.exp(sinks.reshape(problem.kv_heads, problem.groups, 1).astype(lse.dtype) - lse)  # [B, Hkv, G, T]
-        sinks = -(share * delta).sum((0, 3)).reshape(-1).astype(sinks.dtype)
+        share = jnp.exp(sinks.reshape(1, problem.kv_heads, problem.groups, 1).astype(lse.dtype) - lse)  # [B, Hkv, G, T]
+        sinks = -(share * delta.astype(share.dtype)).sum((0, 3)).reshape(-1).astype(sinks.dtype)
     d_query = flat_rows(problem, sums.query)[:, :q_len]
     if scale is not None:
-        d_query, scale = d_query * scale, (d_query * problem.query).sum().astype(scale.dtype)
+        total = (d_query * problem.query.astype(d_query.dtype)).sum()
+        d_query, scale = d_query * scale.astype(d_query.dtype), total.astype(scale.dtype)
     if bias is not None:
         assert sums.bias is not None
         d_bias = sums.bias[:, :, :, : bias.shape[2], : bias.shape[3]]

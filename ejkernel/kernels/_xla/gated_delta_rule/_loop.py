@@ -38,11 +38,11 @@ class Plan:
     use_qk_l2norm: bool
     state: np.dtype
     output: np.dtype
-    skip_unused: bool  # whether chunks that no packed sequence needs are left out: a branch, cheap on CPUs alone
+    on_cpu: bool  # then chunks that no packed sequence needs are left out: a branch, cheap there alone
 
     @property
     def matmul(self) -> Matmul:
-        return Matmul(self.state, self.state, on_cpu=self.skip_unused)
+        return Matmul(self.state, self.state, self.on_cpu)
 
     def layout(self, tokens: Any, cu_seqlens: Array | None, keep_states: bool) -> Layout:
         if cu_seqlens is not None:
@@ -127,7 +127,7 @@ def _scan(plan: Plan, chunk: Callable, start: Any, xs: tuple, reverse: bool) -> 
     if jax.tree.leaves(xs)[0].shape[0] == 1:
         carry, y = chunk(start, jax.tree.map(lambda x: x[0], xs))
         return carry, jax.tree.map(lambda x: x[None], y)
-    if xs[-1] is None or not plan.skip_unused:
+    if xs[-1] is None or not plan.on_cpu:
         return lax.scan(chunk, start, xs, reverse=reverse)
 
     def if_used(carry: Any, x: tuple) -> Any:

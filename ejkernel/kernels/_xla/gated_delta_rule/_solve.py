@@ -51,7 +51,7 @@ def _plan(problem: DeltaProblem, cfg: GatedDeltaRuleConfig) -> Plan:
         use_qk_l2norm=problem.use_qk_l2norm,
         state=problem.state_dtype,
         output=problem.output_dtype,
-        skip_unused=problem.device.backend == "cpu",
+        on_cpu=problem.device.backend == "cpu",
     )
 
 

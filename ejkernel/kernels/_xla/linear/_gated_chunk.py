@@ -18,7 +18,18 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels._xla.linear._products import Array, Level, Matmul, halves, is_right, joined, levels, pass_on, push_down
+from ejkernel.kernels._xla.linear._products import (
+    Array,
+    Level,
+    Matmul,
+    aligned,
+    halves,
+    is_right,
+    joined,
+    levels,
+    pass_on,
+    push_down,
+)
 
 TILE = 16
 
@@ -39,7 +50,8 @@ def forward(mm: Matmul, S: Array, q: Array, k: Array, v: Array, a: Array | None,
     a, b are the decays themselves.
     """
     rows, tile = q.shape[-2], min(TILE, q.shape[-2])
-    scores = _tiled(mm.nt, q, k, tile) * np.eye(tile)  # [..., C/tile, tile, tile]: the diagonal, then levels that share v
+    scores = _tiled(mm.nt, q, k, tile)
+    scores = scores * aligned(np.eye(tile), scores)  # [..., C/tile, tile, tile]: the diagonal, then levels that share v
     outputs = []
     for row, column in zip(levels(a, rows), levels(b, rows), strict=True):
         h = row.h
@@ -47,7 +59,8 @@ def forward(mm: Matmul, S: Array, q: Array, k: Array, v: Array, a: Array | None,
             break
         if h < tile:
             P = _mixed(row, q, k)  # [..., C, K]
-            level = _tiled(mm.nt, P, P, tile) * _pairs(h, tile)  # [..., C/tile, tile, tile]
+            level = _tiled(mm.nt, P, P, tile)
+            level = level * aligned(_pairs(h, tile), level)  # [..., C/tile, tile, tile]
             if b is None:
                 scores += level
             else:
@@ -69,7 +82,7 @@ def backward(
     dov = _tiled(mm.nt, do, v, tile)  # [..., C/tile, tile, tile]
     z, n = mm.row_sums(do * v), mm.row_sums(q * k)  # [..., C, 1]
     grads = GatedGrads(dq=z * k, dk=z * q, dv=n * do, da=None, db=None)
-    lower = np.tril(np.ones((tile, tile), bool), -1)
+    lower = aligned(np.tril(np.ones((tile, tile), bool), -1), dov, bool)
     both = None if b is not None else jnp.where(lower, dov, jnp.swapaxes(dov, -1, -2))  # do_t . v_s for both (t, s) and (s, t)
     row_adjoints: dict[int, Array] = {}
     column_adjoints: dict[int, Array] = {}
@@ -79,7 +92,7 @@ def backward(
             break
         P, Pv = _mixed(row, q, k), _mixed(column, do, v)  # [..., C, K], [..., C, V]
         if h < tile:
-            pairs = _pairs(h, tile) + _pairs(h, tile).T
+            pairs = aligned(_pairs(h, tile) + _pairs(h, tile).T, dov)
             Y = (_tiled(mm.nt, Pv, Pv, tile) if both is None else both) * pairs  # [..., C/tile, tile, tile]
             X = _tiled(mm.nt, P, P, tile) * pairs
             dP, dPv = _times_tiled(mm, Y, P), _times_tiled(mm, X, Pv)  # [..., C, K], [..., C, V]
@@ -88,7 +101,7 @@ def backward(
             Y, X = mm.nt(xv, wv), mm.nt(x, w)  # [..., C/2h, h, h]
             dP = joined(mm.tn(Y, x), mm.nn(Y, w))
             dPv = joined(mm.tn(X, xv), mm.nn(X, wv))
-        right = is_right(h, rows)
+        right = aligned(is_right(h, rows), dP, bool)
         grads = grads._replace(
             dq=grads.dq + jnp.where(right, row.right(dP), 0),
             dk=grads.dk + jnp.where(right, 0, row.left(dP)),
@@ -100,7 +113,7 @@ def backward(
     dSs, dS = pass_on(dS, mm.tn(x, xv), _totals(row, column), backwards=True)
     dx, dw, dwv = mm.nt(xv, Ss), mm.nt(wv, dSs), mm.nn(w, dSs)  # [..., C, K], [..., C, K], [..., C, V]
     through = math.prod((f for f in _totals(row, column) if f is not None), start=Ss) * dSs  # [..., M, K, V]
-    last = (np.arange(rows) == rows - 1)[:, None]
+    last = aligned((np.arange(rows) == rows - 1)[:, None], dx, bool)
     if a is not None:
         total = jnp.where(last, jnp.swapaxes(mm.row_sums(through), -1, -2), 0)
         grads = grads._replace(da=push_down(row_adjoints, dx * x + total, dw * w))
@@ -113,7 +126,8 @@ def backward(
 
 def _mixed(level: Level, right: Array, left: Array) -> Array:
     """Right rows of the level's blocks from `right` * pre, left rows from `left` * suf: `[..., C, D]`."""
-    return jnp.where(is_right(level.h, right.shape[-2]), level.right(right), level.left(left))
+    is_of_right = aligned(is_right(level.h, right.shape[-2]), right, bool)
+    return jnp.where(is_of_right, level.right(right), level.left(left))
 
 
 def _pairs(h: int, tile: int) -> np.ndarray:

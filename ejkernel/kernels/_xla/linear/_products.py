@@ -84,6 +84,11 @@ def pass_on(S: Array, added: Array, factors: Sequence[Array | None], backwards: 
     return jnp.stack(entering[::-1] if backwards else entering, -3), S
 
 
+def aligned(constant: np.ndarray, x: Array, dtype: np.dtype | None = None) -> Array:
+    """A constant for the last axes of x, in its rank, and in x's dtype unless another is named."""
+    return jnp.asarray(constant.reshape((1,) * (x.ndim - constant.ndim) + constant.shape), x.dtype if dtype is None else dtype)
+
+
 class Level(NamedTuple):
     """Decay products inside blocks of `h` rows; both `[..., C, D]`, or None where there is no gate."""
 
@@ -144,7 +149,7 @@ def push_down(at_level: dict[int, Array], dpre: Array, dsuf: Array) -> Array:
         (p1, p2), (s1, s2), (extra_suf, extra_pre) = halves(dpre, h), halves(dsuf, h), halves(at_level[h], h)
         # A right row's prefix holds the left block's total, a left row's suffix the right block's; each total is the
         # prefix at its block's last row.
-        last = (np.arange(h) == h - 1)[:, None]
+        last = aligned((np.arange(h) == h - 1)[:, None], p1, bool)
         to_left = jnp.where(last, jnp.sum(p2, -2, keepdims=True), 0)
         to_right = jnp.where(last, jnp.sum(s1, -2, keepdims=True), 0)
         dpre, dsuf = joined(p1 + to_left, p2 + to_right + extra_pre), joined(s1 + extra_suf, s2)

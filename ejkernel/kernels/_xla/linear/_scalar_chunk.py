@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels._xla.linear._products import Array, Matmul, halves, levels, pass_on
+from ejkernel.kernels._xla.linear._products import Array, Matmul, aligned, halves, levels, pass_on
 
 
 class Decay(NamedTuple):
     """What a chunk needs of its scalar decays; all but `matrix` are None without a gate."""
 
-    matrix: Array | np.ndarray  # [..., C, C]: lower triangular, ones on the diagonal
+    matrix: Array  # [..., C, C]: lower triangular, ones on the diagonal
     pre: Array | None = None  # [..., C, 1]
     suf: Array | None = None  # [..., C, 1]
 
@@ -38,10 +38,11 @@ class ScalarGrads(NamedTuple):
     dw: Array | None  # [..., C]
 
 
-def decay_of(w: Array | None, rows: int) -> Decay:
-    """Everything from the decays `[..., C]` themselves; w=None is no gate."""
+def decay_of(w: Array | None, q: Array) -> Decay:
+    """Everything from the decays `[..., C]` themselves, for rows `q [..., C, K]`; w=None is no gate."""
+    rows = q.shape[-2]
     if w is None:
-        return Decay(np.tril(np.ones((rows, rows), np.float32)))
+        return Decay(aligned(np.tril(np.ones((rows, rows))), q))
     blocks = jnp.ones((*w.shape, 1, 1), w.dtype)  # [..., C/h, h, h]: D inside blocks of h rows, from h = 1 on
     for h, all_pre, all_suf in levels(w[..., None], rows):
         if h == rows:
@@ -63,7 +64,7 @@ def _scaled(x: Array, factor: Array | None) -> Array:
 
 def forward(mm: Matmul, S: Array, q: Array, k: Array, v: Array, w: Array | None) -> tuple[Array, Array]:
     """(state after the chunks `[..., K, V]`, output `[..., M, C, V]`); rows `[..., M, C, D]`; w: decays `[..., M, C]`, None."""
-    decay = decay_of(w, q.shape[-2])
+    decay = decay_of(w, q)
     entering, S = pass_on(S, mm.tn(_scaled(k, decay.suf), v), [decay.total()])
     scores = mm.nt(q, k) * decay.matrix  # [..., M, C, C]
     return S, mm.nn(scores, v) + _scaled(mm.nn(q, entering), decay.pre)
@@ -74,7 +75,7 @@ def backward(
 ) -> tuple[Array, ScalarGrads]:
     """(adjoint of the state before the chunks, gradients of their rows) from those of the state after them and the output."""
     rows = q.shape[-2]
-    decay = decay_of(w, rows)
+    decay = decay_of(w, q)
     Ss, _ = pass_on(S, mm.tn(_scaled(k, decay.suf), v), [decay.total()])
     dSs, dS = pass_on(dS, mm.tn(_scaled(q, decay.pre), do), [decay.total()], backwards=True)
     raw_scores = mm.nt(q, k)  # [..., C, C]
@@ -93,7 +94,8 @@ def backward(
         from_pre = mm.row_sums(dx * q) * decay.pre  # [..., C, 1]
         from_suf = _scaled(mm.row_sums(dy * k), decay.suf)
         through = jnp.sum(mm.row_sums(Ss * dSs), -2) * decay.pre[..., -1, :]  # [..., 1]
-        spans = mm.exact("tr,...ts->...rs", upto, from_scores) * after  # sums over t >= r, kept where s < r
+        spans = mm.exact("tr,...ts->...rs", upto, from_scores)  # sums over t >= r
+        spans = spans * aligned(after, spans)  # kept where s < r
         dw = (
             jnp.sum(spans, -1)
             + mm.exact("tr,...ti->...r", upto, from_pre)

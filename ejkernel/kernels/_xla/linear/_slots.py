@@ -8,7 +8,7 @@ its sequence does not fill reads rows of its neighbours and masks them to steps 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,17 +37,21 @@ class Slot(NamedTuple):
 
 def take(x: Array, start: Array | int, count: int, axis: int = 1) -> Array:
     """`count` entries of an axis from a start that is never negative (saying so spares XLA a wrap-around per slice)."""
-    starts: list[Array | int] = [0] * x.ndim
     sizes = list(x.shape)
-    starts[axis], sizes[axis] = start, count
-    return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
+    sizes[axis] = count
+    return lax.dynamic_slice(x, _starts(x, start, axis), sizes, allow_negative_indices=False)
 
 
 def put(x: Array, update: Array, start: Array | int, axis: int = 1) -> Array:
     """`x` with `update` written from `start` on along an axis."""
-    starts: list[Array | int] = [0] * x.ndim
-    starts[axis] = start
-    return lax.dynamic_update_slice(x, update, starts, allow_negative_indices=False)
+    return lax.dynamic_update_slice(x, update, _starts(x, start, axis), allow_negative_indices=False)
+
+
+def _starts(x: Array, start: Array | int, axis: int) -> list[Any]:
+    """Indices in 32 bits, whatever width Python's integers have in JAX."""
+    starts: list[Any] = [np.int32(0)] * x.ndim
+    starts[axis] = lax.convert_element_type(start, np.int32)
+    return starts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,7 +132,7 @@ def backward(
         dstate, found = _chunk_backward(plan, arrays, slots, slot, state, dstate, drows)
         grads = {name: slots.write(grads[name], slot, found[name]) for name in grads}
         if dgamma is not None:
-            per_row = found["g_gamma"] if slot.mine is None else jnp.where(slot.mine, found["g_gamma"], 0)
+            per_row = found["g_gamma"] if slot.mine is None else jnp.where(slot.mine[None, None], found["g_gamma"], 0)
             total = jnp.sum(per_row, -1)  # [B, H]
             at = 0 if slot.packed is None else slot.packed.sequence
             dgamma = put(dgamma, take(dgamma, at, B, axis=0) + total, at, axis=0)
@@ -179,7 +179,7 @@ def _decays(
         gamma = arrays["g_gamma"].astype(plan.state)  # [N, H]
         gamma = gamma if slot.packed is None else take(gamma, slot.packed.sequence, 1, axis=0)
         constant = jnp.broadcast_to(jnp.exp(gamma)[..., None], (*gamma.shape, slots.rows))
-        constant = constant if slot.mine is None else jnp.where(slot.mine, constant, 1)
+        constant = constant if slot.mine is None else jnp.where(slot.mine[None, None], constant, 1)
         per_row = constant if per_row is None else per_row * constant
     a, b = (jnp.exp(slots.read(arrays[n], slot, heads, plan.state)) if n in arrays else None for n in ("gk", "gv"))
     if per_row is not None and a is not None:

@@ -113,8 +113,8 @@ def gated_scores(
         same = tl.sum(bx.to(tl.float32) * by.to(tl.float32), 0)  # [C]: a row with itself, nothing decays
         M += tl.where(t == u, same[None, :], 0.0)
         for level in range(LEVELS):
-            decay = _decay(p1, p2, p3, _spans(level, True, C), GATE_PARTS)
-            R = (tl.where(((u >> level) & 1) == 1, bx, by).to(tl.float32) * decay).to(DT)  # [BD, C]
+            R = tl.where(((u >> level) & 1) == 1, bx, by).to(tl.float32)
+            R = (R * _decay(p1, p2, p3, _spans(level, True, C), GATE_PARTS)).to(DT)  # [BD, C]
             M += tl.where(((t >> level) ^ (u >> level)) == 1, dot(tl.trans(R), R, None, DT, PREC), 0.0)
     at = A + (s.to(tl.int64) * H + head) * (C * C) + (t * C + u)
     tl.store(at, tl.where(t >= u, M * scale, 0.0).to(A.dtype.element_ty))
