@@ -9,7 +9,6 @@ from typing import Any
 from ejkernel._numbers import is_int
 from ejkernel.ops.invocation import Invocation
 
-
 OUT_OF_TIME = "was used up"  # in the reason of a candidate that was not reached
 
 

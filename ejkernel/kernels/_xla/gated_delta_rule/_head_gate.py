@@ -20,7 +20,7 @@ def scores(mm: Matmul, q: Array, k: Array, decay: Array | None) -> tuple[Scores,
     qk, kk = mm.nt(q, k), mm.nt(k, k)  # [..., C, C]
     if decay is None:
         return Scores(masked(qk, lower), masked(kk, below), q, k, k, None), None
-    D = decay_of(decay, q.shape[-2])
+    D = decay_of(decay, q)
     assert D.pre is not None
     assert D.suf is not None
     # Zeros times what is not finite would not be zero, so the triangles are cut out of the products too.
