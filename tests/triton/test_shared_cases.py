@@ -1,15 +1,15 @@
 """The triton platform over the cases that all platforms share: interpreted here, compiled where there is a GPU."""
 
-import jax
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
+from ejkernel._device import backend_of, default_device
 from ejkernel.kernels._triton import recurrent
 from ejkernel.testing.compare import assert_close
 from ejkernel.testing.linear_cases import CASES
 
-pytestmark = [pytest.mark.gpu] if jax.default_backend() == "gpu" else []
+pytestmark = [pytest.mark.gpu] if backend_of(default_device()) == "gpu" else []
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

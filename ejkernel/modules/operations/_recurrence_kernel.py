@@ -13,7 +13,7 @@ from ejkernel._numbers import as_flag
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.checks import offsets, offsets_in_order
 from ejkernel.kernels._linear.problem import DECODED_TOKENS
-from ejkernel.modules.operations._registry_kernel import RegistryKernel
+from ejkernel.modules._registry_kernel import RegistryKernel
 from ejkernel.ops import Invocation
 
 
