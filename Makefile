@@ -37,7 +37,7 @@ test: lint typecheck docs
 test-fast: setup run-fast
 
 run-fast:
-	$(BIN)/python -m pytest --few 2 -n 2 --dist worksteal
+	$(BIN)/python -m pytest --few 1 -n 2 --dist worksteal
 
 # The same on every other Python of this machine, from 3.11 to 3.13, with another JAX on each.
 test-pythons: setup

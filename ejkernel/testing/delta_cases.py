@@ -12,7 +12,8 @@ import numpy as np
 
 from ejkernel.testing.compare import LINEAR_TOLERANCES, relative_rms
 from ejkernel.testing.delta_reference import delta_reference
-from ejkernel.testing.linear_cases import GATE_KINDS, _evaluate
+from ejkernel.testing.linear_cases import GATE_KINDS
+from ejkernel.testing.state_case import StateCase, evaluated
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -43,7 +44,7 @@ BETA_KINDS: dict[str, Draw] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaCase:
+class DeltaCase(StateCase):
     """One call, made from a seed.
 
     Attributes:
@@ -74,8 +75,7 @@ class DeltaCase:
     dtype: str = "float32"
     seed: int = 0
 
-    def __str__(self) -> str:
-        return self.name
+    reference = staticmethod(delta_reference)
 
     @property
     def amplifies(self) -> bool:
@@ -107,33 +107,6 @@ class DeltaCase:
         keep = {"initial_state"} if dtype.itemsize < 4 else set()  # which stays in float32 in practice
         return {name: jnp.asarray(x, jnp.float32 if name in keep else dtype) for name, x in arrays.items()}, options
 
-    def weights(self) -> tuple[np.ndarray, np.ndarray]:
-        """Random factors of output and final state in the loss whose gradients are compared."""
-        rng = np.random.default_rng(self.seed + 1)
-        arrays, options = self.arguments()
-        sequences = len(options["cu_seqlens"]) - 1 if "cu_seqlens" in options else arrays["query"].shape[0]
-        state = (sequences, self.heads, self.key_channels, self.value_channels)
-        return rng.normal(size=arrays["value"].shape), rng.normal(size=state)
-
-    def evaluate(self, function: Callable[..., tuple[jax.Array, jax.Array]], jit: bool = True) -> dict[str, np.ndarray]:
-        """output, state and the gradient of every array, from an implementation that returns `(output, state)`."""
-        arrays, options = self.arguments()
-        return _evaluate(lambda arrays: function(**arrays, **options), arrays, self.weights(), jit)
-
-    def values(self, function: Callable[..., tuple[jax.Array, jax.Array]]) -> dict[str, jax.Array]:
-        """output and state alone, which compile much faster."""
-        arrays, options = self.arguments()
-        output, state = jax.jit(lambda arrays: function(**arrays, **options))(arrays)
-        return {"output": output, "state": state}
-
-    def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = delta_reference) -> dict[str, np.ndarray]:
-        """The same from the float64 reference on the same rounded inputs."""
-        arrays, options = self.arguments()
-        with jax.enable_x64(True):
-            wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
-            found = _evaluate(lambda wide: reference(**wide, **options), wide, self.weights(), jit=True)
-        return {name: np.asarray(x) for name, x in found.items()}
-
     def tolerance(self, want: dict[str, np.ndarray]) -> tuple[float, float]:
         """The largest errors allowed of values and gradients.
 
@@ -145,7 +118,7 @@ class DeltaCase:
         arrays, options = self.arguments()
         narrow = {name: x.astype(jnp.float32) for name, x in arrays.items()}
         step_by_step = lambda arrays: delta_reference(**arrays, **options, dtype=jnp.float32)
-        got = _evaluate(step_by_step, narrow, self.weights(), jit=True)
+        got = evaluated(step_by_step, narrow, self.weights(), jit=True)
         errors = {name: relative_rms(got[name], want[name]) for name in want}
         of_values = max(errors[name] for name in ("output", "state"))
         return max(values, 4 * of_values), max(gradients, 4 * max(errors.values()))
