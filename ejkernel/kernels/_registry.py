@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ejkernel._device import Device, device_of
+from ejkernel._sizes import unknown_sizes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -199,7 +200,10 @@ class KernelRegistry:
     def refusal(self, entry: Registered, problem: Any = None, backend: Backend | str | None = None) -> str | None:
         """Why an implementation cannot take a call on a device; None when it can."""
         device = _wanted_backend(backend, problem)
-        return _wrong_device(entry, device) or (None if problem is None else entry.refusal(problem))
+        reason = _wrong_device(entry, device)
+        if reason is not None or problem is None:
+            return reason
+        return _unknown_sizes(entry, problem) or entry.refusal(problem)
 
     def status(self, algorithm: str, backend: Backend | str | None = None) -> dict[Platform, str | None]:
         """For every platform the reason why it cannot run an algorithm on a device; None where it can.
@@ -283,6 +287,12 @@ def _wrong_device(entry: Registered, device: Backend) -> str | None:
         return None
     names = {Backend.GPU: "NVIDIA GPU", Backend.TPU: "TPU", Backend.CPU: "CPU"}
     return f"this call computes on a {device}, not on an {names[entry.backend]}"
+
+
+def _unknown_sizes(entry: Registered, problem: Any) -> str | None:
+    """Kernels are planned for sizes; xla alone compiles loops whose length the program finds out."""
+    sizes = [] if entry.platform is Platform.XLA else unknown_sizes(problem)
+    return f"it needs to know all sizes, and jax.export left {', '.join(sizes)} open" if sizes else None
 
 
 def _no_implementation(

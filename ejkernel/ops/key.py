@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from ejkernel._device import Device, backend_of
+from ejkernel._sizes import known
 from ejkernel._version import __version__
 
 _settings: Any = jax.config  # whose attributes come from flags, which type checkers do not see
@@ -36,12 +37,18 @@ def check_op_id(op_id: Any, where: str) -> None:
         raise ValueError(f"{where} must be letters, digits, '_', '.' and '-', not starting with '.' or '-'; got {op_id!r}.")
 
 
-def bucket(length: int) -> int:
+def bucket(length: Any) -> int | str:
     """The power of two that a length is rounded up to: lengths of one bucket share a configuration.
+
+    A length that `jax.export` leaves open is written as it was given.
 
     >>> [bucket(n) for n in (0, 1, 2, 3, 1000, 1024, 1025)]
     [0, 1, 2, 4, 1024, 1024, 2048]
+    >>> bucket(jax.export.symbolic_shape("tokens")[0])
+    'tokens'
     """
+    if not known(length):
+        return str(length)
     return 0 if length == 0 else 1 << (length - 1).bit_length()
 
 

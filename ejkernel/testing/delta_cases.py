@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels._delta import DeltaProblem, delta_problem
 from ejkernel.testing.compare import LINEAR_TOLERANCES, relative_rms
 from ejkernel.testing.delta_reference import delta_reference
 from ejkernel.testing.linear_cases import GATE_KINDS
-from ejkernel.testing.state_case import StateCase, evaluated
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -44,7 +45,7 @@ BETA_KINDS: dict[str, Draw] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaCase(StateCase):
+class DeltaCase:
     """One call, made from a seed.
 
     Attributes:
@@ -57,7 +58,7 @@ class DeltaCase(StateCase):
 
     name: str
     batch: int = 2
-    time: int = 50
+    time: int = 70
     heads: int = 2
     key_heads: int = 2
     key_channels: int = 16
@@ -75,7 +76,14 @@ class DeltaCase(StateCase):
     dtype: str = "float32"
     seed: int = 0
 
-    reference = staticmethod(delta_reference)
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def problem(self) -> DeltaProblem:
+        """The call as an implementation sees it."""
+        arrays, options = self.arguments()
+        return delta_problem(**arrays, **options)
 
     @property
     def amplifies(self) -> bool:
@@ -107,7 +115,46 @@ class DeltaCase(StateCase):
         keep = {"initial_state"} if dtype.itemsize < 4 else set()  # which stays in float32 in practice
         return {name: jnp.asarray(x, jnp.float32 if name in keep else dtype) for name, x in arrays.items()}, options
 
-    def tolerance(self, want: dict[str, np.ndarray]) -> tuple[float, float]:
+    def weights(self) -> tuple[np.ndarray, np.ndarray]:
+        """Random factors of output and final state in the loss whose gradients are compared."""
+        rng = np.random.default_rng(self.seed + 1)
+        arrays, options = self.arguments()
+        sequences = len(options["cu_seqlens"]) - 1 if "cu_seqlens" in options else arrays["query"].shape[0]
+        state = (sequences, self.heads, self.key_channels, self.value_channels)
+        return rng.normal(size=arrays["value"].shape), rng.normal(size=state)
+
+    def evaluate(self, function: Callable[..., tuple[jax.Array, jax.Array]], jit: bool = True) -> dict[str, Any]:
+        """output, state and the gradient of every array, from an implementation that returns `(output, state)`.
+
+        Cases that differ in their numbers alone compile once for the same function.
+        """
+        arrays, _ = self.arguments()
+        found = (_jitted if jit else _evaluated)(function, self._static(), arrays, self.weights())
+        for name, x in arrays.items():
+            assert found[f"d{name}"].dtype == x.dtype, f"the gradient of {name} is {found[f'd{name}'].dtype}, not {x.dtype}"
+        return found
+
+    def values(self, function: Callable[..., tuple[jax.Array, jax.Array]]) -> dict[str, jax.Array]:
+        """output and state alone, which compile much faster."""
+        output, state = _values(function, self._static(), self.arguments()[0])
+        return {"output": output, "state": state}
+
+    def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = delta_reference) -> dict[str, np.ndarray]:
+        """The same from the float64 reference on the same rounded inputs."""
+        arrays, _ = self.arguments()
+        with jax.enable_x64(True):
+            wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
+            found = _jitted(reference, self._static(), wide, self.weights())
+        return {name: np.asarray(x) for name, x in found.items()}
+
+    def _static(self) -> tuple[tuple[str, Any], ...]:
+        """The arguments that are no arrays, hashable."""
+        offsets = None if self.lengths is None else tuple(np.cumsum([0, *self.lengths]).tolist())
+        options = {"reverse": self.reverse, "softmax_scale": self.scale, "use_qk_l2norm": self.l2norm, "cu_seqlens": offsets}
+        return tuple(options.items())
+
+    @functools.cached_property
+    def tolerance(self) -> tuple[float, float]:
         """The largest errors allowed of values and gradients.
 
         Where the rule amplifies rounding: 4 times the largest error of the float32 step-by-step form, if that is more.
@@ -115,13 +162,38 @@ class DeltaCase(StateCase):
         values, gradients = LINEAR_TOLERANCES[self.dtype]
         if not self.amplifies or self.dtype == "float64":
             return values, gradients
-        arrays, options = self.arguments()
-        narrow = {name: x.astype(jnp.float32) for name, x in arrays.items()}
-        step_by_step = lambda arrays: delta_reference(**arrays, **options, dtype=jnp.float32)
-        got = evaluated(step_by_step, narrow, self.weights(), jit=True)
+        narrow = {name: x.astype(jnp.float32) for name, x in self.arguments()[0].items()}
+        got, want = _jitted(_STEP_BY_STEP, self._static(), narrow, self.weights()), self.expected()
         errors = {name: relative_rms(got[name], want[name]) for name in want}
         of_values = max(errors[name] for name in ("output", "state"))
         return max(values, 4 * of_values), max(gradients, 4 * max(errors.values()))
+
+
+_STEP_BY_STEP = functools.partial(delta_reference, dtype=jnp.float32)
+
+
+def _call(function: Callable, static: tuple[tuple[str, Any], ...], arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    options = dict(static)
+    offsets = options.pop("cu_seqlens")
+    packing = {} if offsets is None else {"cu_seqlens": np.asarray(offsets, np.int32)}
+    return function(**arrays, **options, **packing)
+
+
+def _evaluated(
+    function: Callable, static: tuple[tuple[str, Any], ...], arrays: dict[str, jax.Array], weights: tuple[Any, Any]
+) -> dict[str, Any]:
+    def loss(arrays: dict[str, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        output, state = _call(function, static, arrays)
+        wide = jnp.promote_types(output.dtype, jnp.float32)
+        terms = [jnp.sum(x.astype(wide) * jnp.asarray(w, wide)) for x, w in zip((output, state), weights, strict=True)]
+        return terms[0] + terms[1], (output, state)
+
+    gradients, (output, state) = jax.grad(loss, has_aux=True)(arrays)
+    return {"output": output, "state": state, **{f"d{name}": x for name, x in gradients.items()}}
+
+
+_jitted = jax.jit(_evaluated, static_argnums=(0, 1))
+_values = jax.jit(_call, static_argnums=(0, 1))
 
 
 def _label(gate: str | None) -> str:
@@ -130,11 +202,11 @@ def _label(gate: str | None) -> str:
 
 GATES = (None, "head", "channel")
 GATED = ("head", "channel")
-UNEVEN = (13, 0, 40, 1, 27, 0)
+UNEVEN = (13, 0, 40, 1)
 CASES: list[DeltaCase] = [
     *(DeltaCase(_label(g), gate=g, initial_state=True) for g in GATES),
     *(
-        DeltaCase(f"{g}-{kind}", gate=g, gate_kind=kind, time=70, initial_state=True)
+        DeltaCase(f"{g}-{kind}", gate=g, gate_kind=kind, initial_state=True)
         for g in GATED
         for kind in GATE_KINDS
         if kind != "mild"
@@ -148,8 +220,8 @@ CASES: list[DeltaCase] = [
             (None, "unit", "to two"), ("head", "unit", "zero"), ("channel", "unit", "some zero"),
         )
     ),
-    *(DeltaCase(f"time-{t}", time=t, gate="channel", initial_state=True) for t in (0, 1, 2, 17, 64, 129)),
-    *(DeltaCase(f"head-time-{t}", time=t, gate="head") for t in (1, 5, 100)),
+    *(DeltaCase(f"time-{t}", time=t, gate="channel", initial_state=True) for t in (0, 1, 17, 64)),
+    *(DeltaCase(f"head-time-{t}", time=t, gate="head") for t in (5, 100)),
     DeltaCase("odd-channels", key_channels=5, value_channels=9, gate="channel", initial_state=True),
     DeltaCase("one-channel", key_channels=1, value_channels=1, gate="head"),
     DeltaCase("wide-values", key_channels=24, value_channels=40, gate="head"),
@@ -166,9 +238,11 @@ CASES: list[DeltaCase] = [
     DeltaCase("l2norm", gate="head", key_kind="raw", l2norm=True, heads=4, scale=0.7),
     DeltaCase("l2norm-packed", gate="channel", key_kind="raw", l2norm=True, lengths=(9, 0, 14), reverse=True),
     *(
-        DeltaCase(f"{dtype}-{_label(g)}-{kind}", gate=g, gate_kind=kind, dtype=dtype, time=70, initial_state=True)
-        for dtype in ("bfloat16", "float16")
-        for g, kind in ((None, "mild"), ("head", "resets"), ("channel", "mild"), ("channel", "infinite"))
+        DeltaCase(f"{dtype}-{_label(g)}-{kind}", gate=g, gate_kind=kind, dtype=dtype, initial_state=True)
+        for dtype, g, kind in (
+            ("bfloat16", None, "mild"), ("bfloat16", "head", "resets"), ("bfloat16", "channel", "mild"),
+            ("bfloat16", "channel", "infinite"), ("float16", "head", "mild"), ("float16", "channel", "strong"),
+        )
     ),
     DeltaCase("bfloat16-l2norm", gate="head", key_kind="raw", l2norm=True, dtype="bfloat16"),
 ]  # fmt: skip

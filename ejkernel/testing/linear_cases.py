@@ -15,7 +15,6 @@ from ejkernel.kernels._linear.operations import lightning, lightning_decay, recu
 from ejkernel.kernels._linear.problem import LinearProblem
 from ejkernel.testing.compare import LINEAR_TOLERANCES
 from ejkernel.testing.linear_reference import linear_reference
-from ejkernel.testing.state_case import Function, StateCase
 
 GATE_KINDS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
     "mild": lambda rng, shape: -np.exp(rng.normal(size=shape)) / 16,
@@ -30,7 +29,7 @@ GATE_KINDS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarra
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearCase(StateCase):
+class LinearCase:
     """One call, made from a seed.
 
     Attributes:
@@ -59,7 +58,8 @@ class LinearCase(StateCase):
     dtype: str = "float32"
     seed: int = 0
 
-    reference = staticmethod(linear_reference)
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def tolerance(self) -> tuple[float, float]:
@@ -96,6 +96,33 @@ class LinearCase(StateCase):
         arrays, options = self.arguments()
         return recurrent(**arrays, **options)
 
+    def weights(self) -> tuple[np.ndarray, np.ndarray]:
+        """Random factors of output and final state in the loss whose gradients are compared."""
+        rng = np.random.default_rng(self.seed + 1)
+        arrays, options = self.arguments()
+        sequences = len(options["cu_seqlens"]) - 1 if "cu_seqlens" in options else arrays["query"].shape[0]
+        output = (*arrays["query"].shape[:-1], self.value_channels)
+        return rng.normal(size=output), rng.normal(size=(sequences, self.heads, self.key_channels, self.value_channels))
+
+    def evaluate(self, function: Callable[..., tuple[jax.Array, jax.Array]], jit: bool = True) -> dict[str, np.ndarray]:
+        """output, state and the gradient of every array, from an implementation that returns `(output, state)`."""
+        arrays, options = self.arguments()
+        return _evaluate(lambda arrays: function(**arrays, **options), arrays, self.weights(), jit)
+
+    def values(self, function: Callable[..., tuple[jax.Array, jax.Array]]) -> dict[str, jax.Array]:
+        """output and state alone, which compile much faster."""
+        arrays, options = self.arguments()
+        output, state = jax.jit(lambda arrays: function(**arrays, **options))(arrays)
+        return {"output": output, "state": state}
+
+    def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = linear_reference) -> dict[str, np.ndarray]:
+        """The same from the float64 reference on the same rounded inputs."""
+        arrays, options = self.arguments()
+        with jax.enable_x64(True):
+            wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
+            found = _evaluate(lambda wide: reference(**wide, **options), wide, self.weights(), jit=True)
+        return {name: np.asarray(x) for name, x in found.items()}
+
 
 LAYER = {"layer_idx": 1, "num_layers": 12}  # where lightning attention is verified and measured
 
@@ -112,13 +139,27 @@ class LightningCase(LinearCase):
         arrays, options = self.arguments()
         return lightning(**arrays, **options)
 
-    def expected(self, reference: Function | None = None) -> dict[str, np.ndarray]:
-        judge = self.reference if reference is None else reference
-
+    def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = linear_reference) -> dict[str, np.ndarray]:
         def of_the_layer(*, layer_idx: int, num_layers: int, **rest: Any) -> tuple[jax.Array, jax.Array]:
-            return judge(**rest, g_gamma=lightning_decay(self.heads, layer_idx, num_layers))
+            return reference(**rest, g_gamma=lightning_decay(self.heads, layer_idx, num_layers))
 
         return super().expected(of_the_layer)
+
+
+def _evaluate(
+    function: Callable, arrays: dict[str, jax.Array], weights: tuple[np.ndarray, np.ndarray], jit: bool
+) -> dict[str, Any]:
+    def loss(arrays: dict[str, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        output, state = function(arrays)
+        wide = jnp.promote_types(output.dtype, jnp.float32)
+        terms = [jnp.sum(x.astype(wide) * jnp.asarray(w, wide)) for x, w in zip((output, state), weights, strict=True)]
+        return terms[0] + terms[1], (output, state)
+
+    run = jax.grad(loss, has_aux=True)
+    gradients, (output, state) = (jax.jit(run) if jit else run)(arrays)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == arrays[name].dtype, f"the gradient of {name} is {gradient.dtype}, not {arrays[name].dtype}"
+    return {"output": output, "state": state, **{f"d{name}": x for name, x in gradients.items()}}
 
 
 def _gate_cases() -> list[LinearCase]:

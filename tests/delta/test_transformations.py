@@ -23,13 +23,12 @@ CASE = DeltaCase("case", batch=2, time=11, gate="channel", heads=2, key_heads=1,
 PACKED = DeltaCase("packed", gate="head", lengths=(6, 0, 9), **SMALL)
 operation = functools.partial(gated_delta_rule, cfg=CHUNKED)
 total = lambda found: sum(jnp.sum(jnp.sin(x)) for x in found)
-NAMES = tuple(CASE.arguments()[0])
 
 
 @pytest.mark.parametrize("case", [CASE, PACKED], ids=str)
 def test_eager_equals_the_reference(case):
     want = case.expected()
-    assert_close(case.evaluate(operation, jit=False), want, case.tolerance(want))
+    assert_close(case.evaluate(operation, jit=False), want, case.tolerance)
 
 
 def test_traced_cu_seqlens_serve_other_lengths_without_recompiling():
@@ -43,7 +42,7 @@ def test_traced_cu_seqlens_serve_other_lengths_without_recompiling():
     assert run._cache_size() == 1  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("mapped", [(name,) for name in NAMES] + [("query", "value"), ("beta", "g"), NAMES], ids="-".join)
+@pytest.mark.parametrize("mapped", [("query",), ("initial_state",), ("key", "value"), ("beta", "g")], ids="-".join)
 def test_vmap_over_some_arguments(mapped):
     """Output and state, gradients in both modes; results that do not depend on what is mapped are the same for all."""
     arrays, options = CASE.arguments()
@@ -95,7 +94,7 @@ def test_forward_mode_checkpoint_and_scan_equal_reverse_mode():
     assert all(relative_rms(twice[name], 2 * slope[name]) < 1e-5 for name in arrays)
 
 
-@pytest.mark.parametrize("shared", [(), *((name,) for name in NAMES)], ids=lambda names: "-".join(names) or "none")
+@pytest.mark.parametrize("shared", [("query", "beta"), ("key", "g"), ("value", "initial_state")], ids="-".join)
 def test_shard_map_sums_the_gradient_of_what_is_shared(shared):
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     arrays, options = CASE.arguments()
@@ -142,7 +141,7 @@ SETTINGS = {"dtypes": (jax.numpy_dtype_promotion, "strict"), "ranks": (jax.numpy
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("gate", [None, "head", "channel"])
+@pytest.mark.parametrize("gate", ["head", "channel"])
 def test_strict_promotion(setting, gate):
     case = DeltaCase("strict", gate=gate, lengths=(6, 0, 9), heads=4, l2norm=True, dtype="bfloat16", **SMALL)
     arrays, options = case.arguments()

@@ -108,3 +108,19 @@ INTERPRETED = [
     Case(("g", "gk", "gv", "g_gamma"), "-inf", shape=(1, 3, 2, 1, 5, 19), schedule="recurrent", state=True),
     Case(("g_gamma",), schedule="recurrent", shape=(1, 64, 2, 1, 16, 16), cu_seqlens=PACKED, reverse=True),
 ]
+
+# One call of every route in bfloat16, with resets in every second chunk: what candidates are compared on, since weakly gated
+# chunks alone leave the exact kernels, whose tiles candidates change, nothing to do.
+_BF16 = {"strength": "resets now and then", "dtype": "bfloat16", "block_q": 64, "state": True}
+BY_ROUTE = {
+    "decode step (gradient: general)": Case(("gk",), shape=(1, 2, 1, 1, 64, 64), schedule="recurrent", **_BF16),
+    "head gate": Case(("g",), shape=(1, 80, 1, 1, 128, 128), **_BF16),
+    "head gate, gradient by three scans": Case((), shape=(1, 80, 1, 1, 64, 64), **_BF16),
+    "head gate, wide keys, wide tiles": Case(("g",), shape=(1, 80, 1, 1, 144, 128), **_BF16),
+    "head gate, stored states": Case(("g",), shape=(1, 80, 1, 1, 272, 64), **_BF16),
+    "key gate": Case(("gk",), shape=(1, 80, 1, 1, 64, 64), **_BF16),
+    "key gate, wide tiles": Case(("gk",), shape=(1, 80, 1, 1, 144, 128), **_BF16),
+    "key and value gate, outputs in the scan": Case(("gk", "gv"), shape=(1, 80, 1, 1, 64, 64), **_BF16),
+    "key and value gate": Case(("gk", "gv"), shape=(1, 80, 1, 1, 144, 64), **_BF16),
+    "general": Case(("gv",), shape=(1, 80, 1, 1, 64, 64), **_BF16),
+}

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from ejkernel._device import backend_of, default_device
+from ejkernel._device import device_of
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton import recurrent
 from ejkernel.testing.compare import LINEAR_TOLERANCES, relative_rms
@@ -18,7 +18,7 @@ from tests.triton.linear_reference import value_and_grads
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(backend_of(default_device()) != "gpu", reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(device_of(()).backend != "gpu", reason="needs an NVIDIA GPU"),
 ]
 LONG = (0, 100, 100, 257, 600, 601)
 BF16 = {"dtype": "bfloat16", "block_q": 64}

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from ejkernel._device import backend_of, default_device
+from ejkernel._device import device_of
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton import recurrent
 from ejkernel.testing.compare import LINEAR_TOLERANCES, relative_rms
@@ -14,7 +14,7 @@ from tests.triton.linear_cases import INTERPRETED, Case
 from tests.triton.linear_reference import value_and_grads
 
 pytestmark = pytest.mark.skipif(
-    backend_of(default_device()) != "cpu", reason="where there is a GPU, test_gpu.py runs the kernels compiled"
+    device_of(()).backend != "cpu", reason="where there is a GPU, test_gpu.py runs the kernels compiled"
 )
 TOLERANCE = {dtype: values for dtype, (values, _) in LINEAR_TOLERANCES.items()}  # of values, held for gradients too
 

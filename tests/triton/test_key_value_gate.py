@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from ejkernel._device import backend_of, default_device
+from ejkernel._device import device_of
 from ejkernel.kernels._triton.linear import _solve
 from ejkernel.kernels._triton.linear.routes import route_of
 from ejkernel.kernels._triton.linear.routes.key_value_gate import KeyValueGate
@@ -16,7 +16,7 @@ from tests.triton.along import plan_of, run_along
 from tests.triton.linear_cases import Case
 from tests.triton.linear_reference import value_and_grads
 
-pytestmark = pytest.mark.skipif(backend_of(default_device()) != "cpu", reason="the interpreter's own tests")
+pytestmark = pytest.mark.skipif(device_of(()).backend != "cpu", reason="the interpreter's own tests")
 ROUNDING = 1.66e-3  # relative RMS error of one rounding to bfloat16
 MIXED = "resets now and then"
 KIND = {"state": True, "dtype": "bfloat16", "block_q": 64}

@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from ejkernel._device import backend_of, default_device
+from ejkernel._device import device_of
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton import recurrent
 from tests.triton.linear_cases import Case
 
-pytestmark = pytest.mark.skipif(backend_of(default_device()) != "cpu", reason="interpreted on the host")
+pytestmark = pytest.mark.skipif(device_of(()).backend != "cpu", reason="interpreted on the host")
 LENGTHS = (0, 10, 25, 40)  # all of it would fit in one chunk
 SPOILED, TOKENS, HEAD = 1, slice(10, 25), 0
 KIND = {"shape": (1, 40, 2, 2, 16, 16), "cu_seqlens": LENGTHS, "state": True, "block_q": 64}

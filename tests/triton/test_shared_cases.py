@@ -4,12 +4,12 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from ejkernel._device import backend_of, default_device
+from ejkernel._device import device_of
 from ejkernel.kernels._triton import recurrent
 from ejkernel.testing.compare import assert_close
 from ejkernel.testing.linear_cases import CASES
 
-pytestmark = [pytest.mark.gpu] if backend_of(default_device()) == "gpu" else []
+pytestmark = [pytest.mark.gpu] if device_of(()).backend == "gpu" else []
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

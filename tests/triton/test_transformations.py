@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from ejkernel._device import backend_of, default_device
+from ejkernel._device import device_of
 from ejkernel.callib import _interpreted
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton import recurrent
@@ -15,7 +15,7 @@ from ejkernel.testing.compare import relative_rms
 from tests.triton.linear_cases import Case
 from tests.triton.processes import outside
 
-pytestmark = pytest.mark.skipif(backend_of(default_device()) != "cpu", reason="interpreted on the host")
+pytestmark = pytest.mark.skipif(device_of(()).backend != "cpu", reason="interpreted on the host")
 CFG = LinearConfig(block_q=16)
 LENGTHS = [(0, 5, 5, 20), (0, 11, 12, 20)]
 M = 2

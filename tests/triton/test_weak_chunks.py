@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
-from ejkernel._device import backend_of, default_device
+from ejkernel._device import device_of
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
 from ejkernel.kernels._triton.linear._call import Call
@@ -20,7 +20,7 @@ from tests.triton.linear_cases import Case
 from tests.triton.linear_reference import value_and_grads
 from tests.triton.test_interpreted import run
 
-pytestmark = pytest.mark.skipif(backend_of(default_device()) != "cpu", reason="the interpreter's own tests")
+pytestmark = pytest.mark.skipif(device_of(()).backend != "cpu", reason="the interpreter's own tests")
 
 
 def test_a_chunk_is_weakly_gated_up_to_a_sum_of_80_in_every_channel():

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from ejkernel._device import Device, device_of
 from ejkernel._numbers import as_flag
+from ejkernel._sizes import known
 from ejkernel.kernels._attention import arguments as check
 from ejkernel.kernels._attention.packing import Packed, Packing
 from ejkernel.types.mask import MaskInfo, as_window
@@ -203,8 +204,9 @@ class AttentionProblem:
         """Without bounds that no pair of indices reaches, so that what is not masked is known not to be."""
         if self.q_positions is not None:
             return self
-        left = None if self.left is not None and self.left >= self.q_len - 1 else self.left
-        right = None if self.right is not None and self.right >= self.kv_len - 1 else self.right
+        idle = lambda bound, length: bound is not None and known(length) and bound >= length - 1
+        left = None if idle(self.left, self.q_len) else self.left
+        right = None if idle(self.right, self.kv_len) else self.right
         return self if (left, right) == (self.left, self.right) else dataclasses.replace(self, left=left, right=right)
 
     def grouped(self, plane: Array) -> Array:

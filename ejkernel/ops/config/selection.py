@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ejkernel._device import backend_of
+from ejkernel._sizes import unknown_sizes
 from ejkernel.ops import reporting
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.codec import check_config, from_fields
@@ -158,6 +159,8 @@ class ConfigSelectorChain:
         return self._agreed[name]
 
     def _decide_here(self, inv: Invocation[Any, Any]) -> Choice:
+        if sizes := unknown_sizes(inv.problem):  # nothing can be measured, and what was measured was of one size
+            return Choice(inv.kernel.heuristic_cfg(inv), Level.HEURISTICS, {"not_tuned": f"unknown sizes: {', '.join(sizes)}"})
         found = self._from_disk(inv) or self._shipped(inv)
         if found is not None:
             return found

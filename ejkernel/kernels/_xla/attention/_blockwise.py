@@ -31,6 +31,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
+from ejkernel._sizes import as_value, known
 from ejkernel._varying import vary, varying_axes
 from ejkernel.kernels._attention.direct import direct_output
 from ejkernel.kernels._attention.logits import (
@@ -75,7 +76,8 @@ def blockwise_output(problem: AttentionProblem, block_q: int, block_k: int) -> F
     q_len, kv_len = problem.q_len, problem.kv_len
     if 0 in problem.query.shape or kv_len == 0:
         return jnp.zeros((*problem.query.shape[:3], problem.value_dim), problem.dtype)
-    blocks = Blocks(min(block_q, q_len), min(block_k, kv_len), kv_len)
+    at_most = lambda block, length: min(block, length) if known(length) else block
+    blocks = Blocks(at_most(block_q, q_len), at_most(block_k, kv_len), kv_len)
     # A packing's rows say nothing that its segment ids do not.
     leaves, form = jax.tree.flatten(alike_varying(dataclasses.replace(problem, packing=None)))
     return _attend(blocks, form, leaves)
@@ -83,11 +85,14 @@ def blockwise_output(problem: AttentionProblem, block_q: int, block_k: int) -> F
 
 def _padded(problem: AttentionProblem, blocks: Blocks) -> AttentionProblem:
     """The problem with padding after the last query and the last key; axes that do not vary stay as they are."""
-    more_q, more_k = -problem.q_len % blocks.size_q, -problem.kv_len % blocks.size_k
+    # Written so, a length that is not known comes out as blocks times size.
+    more_q, more_k = (
+        -(-length // size) * size - length for length, size in ((problem.q_len, blocks.size_q), (problem.kv_len, blocks.size_k))
+    )
 
     def pad(name: str, axis: int, more: int, fill: int = 0) -> None:
         x = getattr(problem, name)
-        if more and x is not None and x.shape[axis] > 1:
+        if x is not None and x.shape[axis] != 1 and not (known(more) and more == 0):
             widths = [(0, more if axis == n else 0) for n in range(x.ndim)]
             changed[name] = jnp.pad(changed.get(name, x), widths, constant_values=fill)
 
@@ -231,7 +236,7 @@ def _forward(blocks: Blocks, problem: AttentionProblem) -> tuple[Float[Array, "B
 
     outputs = start((*problem.query.shape[:3], problem.value_dim), 0, problem.dtype)
     lse = start((*rows[:3], problem.q_len), 0, sums)
-    outputs, lse = lax.fori_loop(0, problem.q_len // blocks.size_q, query_block, (outputs, lse))
+    outputs, lse = lax.fori_loop(0, as_value(problem.q_len // blocks.size_q), query_block, (outputs, lse))
     return outputs[:, :q_len], lse[..., :q_len]
 
 
@@ -295,7 +300,7 @@ def _backward(
         value=start((*value.shape[:2], value.shape[3], value.shape[2]), 0, wide),
         bias=None if problem.bias is None else start(problem.grouped(problem.bias).shape, 0, wide),
     )
-    sums = lax.fori_loop(0, problem.q_len // blocks.size_q, query_block, sums)
+    sums = lax.fori_loop(0, as_value(problem.q_len // blocks.size_q), query_block, sums)
     return _cotangents(given, sums, lse, delta)
 
 

@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 from ejkernel._meshes import run_partitioned
+from ejkernel._sizes import known
 from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.kernels._attention.direct import direct_output, direct_weights
 from ejkernel.kernels._attention.operation import ATTENTION
@@ -21,6 +22,7 @@ OUTPUT, WEIGHTS = ("batch", "queries", "heads", "value channels"), ("batch", "he
 BLOCKWISE_SPLITS, DIRECT_SPLITS = ("batch", "heads"), ("batch", "heads", "queries")
 # Below this many scores a direct call is as fast, and it can be differentiated forward too.
 DIRECT_SCORES = 1 << 20
+UNKNOWN_BLOCK = 256  # of lengths that are not known: a short call is padded to it
 # How many scores a tile should have: enough work for a step, in few enough megabytes to stay near the cores. Measured on
 # CPU; XLA before jax 0.11 keeps small products on one core, so its tiles are larger. Accelerators pay more for each step.
 TILE_SCORES = {
@@ -39,6 +41,8 @@ class XlaAttention(Implementation[AttentionProblem, AttentionConfig]):
         return None
 
     def heuristic(self, problem: AttentionProblem) -> AttentionConfig:
+        if not known(problem.batch, problem.q_len, problem.kv_len):
+            return AttentionConfig("blockwise", UNKNOWN_BLOCK, UNKNOWN_BLOCK, platform="xla")
         if problem.score_count <= DIRECT_SCORES or min(problem.q_len, problem.kv_len) == 1:
             return AttentionConfig("direct", platform="xla")
         block_q, block_k = _blocks(problem)

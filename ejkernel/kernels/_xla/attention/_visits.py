@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from ejkernel._sizes import known
 from ejkernel.kernels._attention.problem import AttentionProblem
 
 
@@ -31,7 +32,7 @@ class Visits(NamedTuple):
 def visits(problem: AttentionProblem, block_q: int, block_k: int) -> Visits:
     """The visits of a problem whose lengths are multiples of the block sizes."""
     blocks_q, blocks_k = problem.q_len // block_q, problem.kv_len // block_k
-    needed: Any = np.ones((blocks_q, blocks_k), bool)
+    needed: Any = (np if known(blocks_q, blocks_k) else jnp).ones((blocks_q, blocks_k), bool)
     q_low, q_high = _ranges(problem.q_positions, blocks_q, block_q)  # [b, blocks_q]
     k_low, k_high = _ranges(problem.kv_positions, blocks_k, block_k)  # [b, blocks_k]
     bounds: Any = True
@@ -58,7 +59,7 @@ def visits(problem: AttentionProblem, block_q: int, block_k: int) -> Visits:
 def _ranges(positions: Array | None, count: int, block: int) -> tuple[Any, Any]:
     """The lowest and the highest position in each block, `[b, blocks]`; indices, known now, where there are none."""
     if positions is None:
-        first = np.arange(count)[None] * block
+        first = (np if known(count) else jnp).arange(count)[None] * block
         return first, first + block - 1
     blocks = _blocks(positions, block)
     return blocks.min(2), blocks.max(2)

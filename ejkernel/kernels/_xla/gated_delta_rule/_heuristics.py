@@ -1,4 +1,9 @@
-"""Which schedule and chunk length suit a call on xla, from measurements (benchmarks/RESULTS.md)."""
+"""Which schedule and chunk length suit a call on xla, from measurements (benchmarks/RESULTS.md).
+
+On a CPU a step costs two passes over the states, which is cheap while one stays in the inner cache: up to 64 x 64 the forward
+pass goes step by step, beyond by chunks. The backward pass is always chunked, and 32 tokens are best for it. On accelerators a
+step is a kernel launch or worse. Chunks of 64 would also cost digits where keys are correlated and beta is near 2.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,16 @@ from ejkernel.kernels._delta import DeltaProblem, GatedDeltaRuleConfig
 from ejkernel.kernels._linear.config import Schedule
 
 FEW_TOKENS = 8  # below, steps are cheaper than building a chunk on any device
+SMALL_STATE = 64 * 64  # K * V
 
 
 def heuristic(problem: DeltaProblem) -> GatedDeltaRuleConfig:
     """The configuration for a call that nobody has measured."""
-    T = problem.shape[1]
+    _, T, _, K, V = problem.shape
     if isinstance(T, int) and T <= FEW_TOKENS:
         return _config(problem, "recurrent", T)
-    return _config(problem, "chunked", 64)
+    stepwise = problem.device.backend == "cpu" and K * V <= SMALL_STATE
+    return _config(problem, "recurrent" if stepwise else "chunked", 32)
 
 
 def candidates(problem: DeltaProblem) -> list[GatedDeltaRuleConfig]:

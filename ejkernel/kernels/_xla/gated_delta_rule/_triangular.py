@@ -1,7 +1,8 @@
 """Systems (I + L) E = R with a strictly lower triangular L [C, C], solved by block substitution.
 
 Diagonal tiles of up to 16 rows are inverted along their dyadic tree, X_2h = [[X_1, 0], [-X_2 L_21 X_1, X_2]]; E then follows
-tile by tile. No power of L is ever formed, and no inverse of more than 16 rows: keys that point the same way cost no digits.
+tile by tile, each refined once by what it leaves of R. No power of L is ever formed and no inverse of more than 16 rows, so
+that keys which point the same way cost hardly a digit.
 A level of the tree is the product X L' X of whole tiles, L' being L where rows lie in right and columns in left halves. That
 adds zeros elsewhere, and XLA is slow at products smaller than a tile.
 """
@@ -33,7 +34,8 @@ class UnitLower(NamedTuple):
             rest = R[..., at, :]
             if found:
                 rest = rest - mm.nn(self.L[..., at, : at.start], jnp.concatenate(found, -2))
-            found.append(mm.nn(X, rest))
+            E = mm.nn(X, rest)
+            found.append(E + mm.nn(X, rest - E - mm.nn(self.L[..., at, at], E)))
         return jnp.concatenate(found, -2)
 
     def solve_transposed(self, mm: Matmul, Y: Array) -> Array:

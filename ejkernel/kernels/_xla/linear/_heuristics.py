@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import jax
 
+from ejkernel._sizes import known
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
 from ejkernel.kernels._linear.config import Schedule
 
@@ -26,13 +27,13 @@ FEW_STATES = (4 if jax.__version_info__ >= (0, 11) else 8) * MIDDLE
 def heuristic(problem: LinearProblem) -> LinearConfig:
     """The configuration for a call that nobody has measured."""
     B, T, H, K, V = problem.shape
-    if T <= FEW_TOKENS:
+    if known(T) and T <= FEW_TOKENS:
         return _config(problem, "recurrent", T)
     if problem.device.backend != "cpu":
         return _config(problem, "chunked", 64)
     per_channel = problem.gk is not None or problem.gv is not None
     wide = K * V > MIDDLE
-    few = B * H * K * V <= FEW_STATES and K * V > NARROW
+    few = known(B, H) and B * H * K * V <= FEW_STATES and K * V > NARROW
     stepwise = not wide and (per_channel or few)
     return _config(problem, "recurrent" if stepwise else "chunked", 64 if wide and not per_channel else 32)
 
@@ -42,6 +43,8 @@ def chunks_together(problem: LinearProblem, rows: int) -> int:
     if problem.device.backend != "cpu":
         return 1
     B, T, H, _, _ = problem.shape
+    if not known(B, T, H, problem.sequences):
+        return 1
     budget = SCALAR_ROWS if problem.gk is None and problem.gv is None else CHANNEL_ROWS
     most = min(max(budget // (B * H * rows), 1), MOST_CHUNKS)
     chunks = -(-T // rows)
@@ -60,6 +63,8 @@ def candidates(problem: LinearProblem) -> list[LinearConfig]:
 
 def _config(problem: LinearProblem, schedule: Schedule, rows: int) -> LinearConfig:
     """A chunk no longer than the call or the mean packed sequence: a slot costs the same whether it is full or not."""
+    if not known(problem.shape[1], problem.sequences):
+        return LinearConfig(schedule, rows, platform="xla")
     tokens = max(problem.shape[1], 1)
     if problem.cu_seqlens is not None:
         tokens = max(tokens // max(problem.sequences, 1), 1)

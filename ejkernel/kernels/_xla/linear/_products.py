@@ -12,7 +12,7 @@ the same 2h-block. Every factor is a product of decays: nothing is subtracted or
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def pass_on(S: Array, added: Array, factors: Sequence[Array | None], backwards: 
     return jnp.stack(entering[::-1] if backwards else entering, -3), S
 
 
-def aligned(constant: np.ndarray, x: Array, dtype: np.dtype | type | None = None) -> Array:
+def aligned(constant: np.ndarray, x: Array, dtype: Any = None) -> Array:
     """A constant for the last axes of x, in its rank, and in x's dtype unless another is named."""
     return jnp.asarray(constant.reshape((1,) * (x.ndim - constant.ndim) + constant.shape), x.dtype if dtype is None else dtype)
 

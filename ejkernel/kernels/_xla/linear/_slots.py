@@ -15,7 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel._sizes import as_value, known
+
 Array = jax.Array
+
+
+def _at_least(tokens: Any, rows: int) -> Any:
+    """The larger of two sizes; of a size that is not known, the next multiple of the other."""
+    return max(tokens, rows) if known(tokens) else -(-tokens // rows) * rows
 
 
 class InSequence(NamedTuple):
@@ -71,7 +78,8 @@ class Slots:
     def dense(cls, rows: int, tokens: int, reverse: bool) -> Slots:
         """One sequence in each row of the batch."""
         count = -(-tokens // rows)
-        return cls(rows, tokens, max(tokens, rows), reverse, count, count, tokens % rows != 0, None)
+        ragged = not known(tokens) or tokens % rows != 0
+        return cls(rows, tokens, _at_least(tokens, rows), reverse, count, as_value(count), ragged, None)
 
     @classmethod
     def packed(cls, rows: int, tokens: int, reverse: bool, cu_seqlens: Array) -> Slots:
@@ -91,7 +99,7 @@ class Slots:
             low = lower + place * rows
             high = jnp.minimum(low + rows, upper)
         table = (low, high, sequence, place == 0, place == slots_of[sequence] - 1)
-        return cls(rows, tokens, max(tokens, rows), reverse, capacity, ends[-1].astype(jnp.int32), True, table)
+        return cls(rows, tokens, _at_least(tokens, rows), reverse, capacity, ends[-1].astype(jnp.int32), True, table)
 
     def at(self, i: Array) -> Slot:
         packed: InSequence | None = None
@@ -99,9 +107,10 @@ class Slots:
             low, high, *place = (take(x, i, 1, axis=0)[0] for x in self.table)
             packed = InSequence(*place)
         else:
-            begin, end = i * self.rows, jnp.minimum((i + 1) * self.rows, self.length)
-            low, high = (self.length - end, self.length - begin) if self.reverse else (begin, end)
-        start = jnp.clip(low, 0, self.tokens - self.rows) if self.ragged else low
+            length = as_value(self.length)
+            begin, end = i * self.rows, jnp.minimum((i + 1) * self.rows, length)
+            low, high = (length - end, length - begin) if self.reverse else (begin, end)
+        start = jnp.clip(low, 0, as_value(self.tokens - self.rows)) if self.ragged else low
         mine = None
         if self.ragged:
             token = start + np.arange(self.rows, dtype=np.int32)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel._meshes import run_partitioned
+from ejkernel._sizes import known
 from ejkernel._varying import alike
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
 from ejkernel.kernels._xla._transposable import call, linear_map
@@ -57,7 +58,8 @@ def route(problem: LinearProblem, cfg: LinearConfig) -> str:
 
 
 def _plan(problem: LinearProblem, cfg: LinearConfig) -> Plan:
-    rows = min(cfg.block_q, 1 << (problem.shape[1] - 1).bit_length())
+    tokens = problem.shape[1]
+    rows = min(cfg.block_q, 1 << (tokens - 1).bit_length()) if known(tokens) else cfg.block_q
     return Plan(
         schedule=cfg.schedule,
         rows=rows,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel._sizes import as_value
 from ejkernel._varying import vary, varying_axes
 from ejkernel.kernels._xla.linear import _gated_chunk, _scalar_chunk
 from ejkernel.kernels._xla.linear._products import Matmul
@@ -70,7 +71,8 @@ def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: b
     initial = arrays.get("initial_state")
     initial = zeros(sequences, H, K, V) if initial is None else vary(initial, axes)
     if plan.schedule == "recurrent" and cu_seqlens is None and not keep_states:
-        state, output = _steps(plan, arrays, None, initial, zeros(B, T, H, V, dtype=plan.output), (0, T))
+        output = zeros(B, T, H, V, dtype=plan.output)
+        state, output = _steps(plan, arrays, None, initial, output, (0, as_value(T)))
         return output, state, None
     arrays = _padded(slots, arrays)
 
@@ -97,13 +99,11 @@ def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: b
         initial if packed else None,
         zeros(slots.capacity, B, H, K, V) if keep_states else None,
     )
-    count: Array | int = slots.count
-    used: Callable[..., Any]
     if plan.known_length and packed:
-        count, used = slots.capacity, functools.partial(_if_used, slots, body)
+        end = lax.fori_loop(0, slots.capacity, functools.partial(_if_used, slots, body), start)
     else:
-        used = body
-    state, output, finals, states = lax.fori_loop(0, count, used, start)
+        end = lax.fori_loop(0, slots.count, body, start)
+    state, output, finals, states = end
     return output[:, :T], finals if packed else state, states
 
 
