@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test lint typecheck docs demo test-gpu sanitize-gpu clean
+.PHONY: setup test test-fast test-pythons run-fast lint typecheck docs demo test-gpu sanitize-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -29,9 +29,19 @@ docs: setup
 
 # Most of the time goes into compiling small programs that run once, which a lower level of optimisation makes 30 % cheaper (60 for
 # 85 CPU seconds in the packed reference cases). With XLA's own level: make test XLA_FLAGS=
-test: export XLA_FLAGS ?= --xla_backend_optimization_level=1
+test run-fast: export XLA_FLAGS ?= --xla_backend_optimization_level=1
 test: lint typecheck docs
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# What one runs while working: a part of every module, and all of what most calls go through, in under two minutes on 2 cores.
+test-fast: setup run-fast
+
+run-fast:
+	$(BIN)/python -m pytest --few 1 -n 2 --dist worksteal
+
+# The same on every other Python of this machine, from 3.11 to 3.13, with another JAX on each.
+test-pythons: setup
+	.ci/test_pythons
 
 demo: setup
 	$(BIN)/ejkernel bench --summary --lengths 256,1024,4096 --seconds 0.3 --plot demo.png
@@ -52,4 +62,4 @@ sanitize-gpu:
 	$(SANITIZER) --tool memcheck --error-exitcode 3 --print-limit 20 $(PYTHON) -m tests.triton.watched $(PROGRAMS)
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-3.* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

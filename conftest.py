@@ -1,6 +1,11 @@
-"""Doctests are collected from the whole package; what needs a library that is not there is left out."""
+"""Doctests come from the whole package; what needs a library that is not there is left out; `--few` takes a sample."""
+
+from __future__ import annotations
 
 import importlib.util
+from collections import defaultdict
+
+import pytest
 
 
 def _there(*names: str) -> bool:
@@ -9,3 +14,32 @@ def _there(*names: str) -> bool:
 
 collect_ignore_glob = [] if _there("triton") else ["ejkernel/kernels/_triton/*"]
 collect_ignore_glob += [] if _there("typer", "rich") else ["ejkernel/cli/_*", "tests/cli/test_*"]
+
+
+# With `--few` these run every test, by one case each; every other module runs a sample of its tests.
+EVERY_TEST = ("tests/operations", "tests/ops", "tests/toy", "tests/types", "tests/linear/test_errors.py")
+SHARED_CASES = ("test_reference_cases.py", "test_shared_cases.py")  # four times as many of these
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--few", type=int, metavar="N", help="of each module N tests at most, none of those that are slow")
+
+
+@pytest.hookimpl(trylast=True)  # after hypothesis marked its own, which try many cases each
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--few` every module has its part, and what most calls go through all of it."""
+    if (few := config.getoption("--few")) is None:
+        return
+    tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("slow", "gpu", "hypothesis")):
+            tests[item.nodeid.split("[" if item.nodeid.startswith(EVERY_TEST) else "::")[0]].append(item)
+    of = lambda name: 1 if "::" in name else 4 * few if name.endswith(SHARED_CASES) else few
+    kept = {item for name, own in tests.items() for item in _spread(own, of(name))}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _spread(items: list[pytest.Item], few: int) -> list[pytest.Item]:
+    """At most `few` items, the first of as many stretches of about equal length."""
+    return items if len(items) <= few else [items[i * len(items) // few] for i in range(few)]

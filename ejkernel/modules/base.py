@@ -1,13 +1,16 @@
-"""What every operation shares: the executor that picks its configuration, and the platform it would run on."""
+"""What every operation shares: its kernel over the registry, the executor that picks a configuration, the platform here."""
 
 from __future__ import annotations
 
 import functools
 
 from ejkernel.kernels._registry import Platform, kernel_registry
+from ejkernel.modules._registry_kernel import RegistryKernel
 from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Executor, PersistentCache, Tuner
 from ejkernel.ops.config.cache import shared_cache
 from ejkernel.ops.config.policy import as_policy
+
+__all__ = ["RegistryKernel", "create_default_executor", "default_executor", "detect_platform"]
 
 
 def create_default_executor(policy: AutotunePolicy | str | None = None) -> Executor:
@@ -35,7 +38,8 @@ def detect_platform(algorithm: str, platform: str | Platform | None = None) -> P
     """The platform that runs an algorithm here: the one named, if it can, or the best there is for None and "auto".
 
     Args:
-        algorithm: a name that the registry knows: "recurrent", "recurrent_gla", "lightning_attn", "attention".
+        algorithm: a name that the registry knows: "recurrent", "gla" (also "recurrent_gla"), "lightning_attn", "attention",
+            "gated_delta_rule".
         platform: "xla", "triton", "pallas", "cuda", "auto" or None.
 
     Raises:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels._linear.gates import ARGUMENTS, CONSTANT, GATES
 from ejkernel.kernels._linear.operations import lightning, lightning_decay, recurrent
 from ejkernel.kernels._linear.problem import LinearProblem
 from ejkernel.testing.compare import LINEAR_TOLERANCES
@@ -77,22 +78,16 @@ class LinearCase:
             "key": rng.normal(size=(*shape, self.kv_heads, K)),
             "value": rng.normal(size=(*shape, self.kv_heads, V)),
         }
-        gate_shapes = {
-            "g": (*shape, gate_heads),
-            "g4": (*shape, gate_heads, K),
-            "g_gamma": (sequences, self.heads),
-            "gk": (*shape, gate_heads, K),
-            "gv": (*shape, gate_heads, V),
-        }
-        for gate in self.gates:
-            arrays["g" if gate == "g4" else gate] = GATE_KINDS[self.gate_kind](rng, gate_shapes[gate])
+        for gate in (GATES[name] for name in self.gates):
+            rows, heads = ((sequences,), self.heads) if gate.constant else (shape, gate_heads)
+            arrays[gate.argument] = GATE_KINDS[self.gate_kind](rng, gate.shape(rows, heads, K, V))
         if self.initial_state:
             arrays["initial_state"] = rng.normal(size=(sequences, self.heads, K, V))
         options: dict[str, Any] = {"reverse": self.reverse, "softmax_scale": self.scale}
         if self.lengths is not None:
             options["cu_seqlens"] = jnp.asarray(np.cumsum([0, *self.lengths]), jnp.int32)
         dtype = jnp.dtype(self.dtype)
-        keep = {"g_gamma", "initial_state"} if dtype.itemsize < 4 else set()  # these stay in float32 in practice
+        keep = {*CONSTANT, "initial_state"} if dtype.itemsize < 4 else set()  # these stay in float32 in practice
         return {name: jnp.asarray(x, jnp.float32 if name in keep else dtype) for name, x in arrays.items()}, options
 
     @property
@@ -184,7 +179,7 @@ def _label(gates: tuple[str, ...]) -> str:
     return "-".join(gates) or "ungated"
 
 
-ALL_GATES = ("g", "g_gamma", "gk", "gv")
+ALL_GATES = ARGUMENTS
 SOME_GATES = ((), ("g",), ("gk",), ALL_GATES)
 UNEVEN = (13, 0, 40, 1, 27, 0)
 CASES: list[LinearCase] = [

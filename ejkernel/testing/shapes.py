@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._linear.gates import ARGUMENTS, CONSTANT, GATES
 from ejkernel.kernels._linear.random import gate
 
-GATES = ("g", "g4", "g_gamma", "gk", "gv")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _SIZES = re.compile(r"(\d+)x(\d+)x(\d+)(?:/(\d+))?x(\d+)(?:x(\d+))?")
 
@@ -89,18 +89,15 @@ class Shape:
         """The shape of every array by the name of its argument."""
         rows = (self.batch, self.time)
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
-        of_gates = {
-            "g": (*rows, self.heads),
-            "g4": (*rows, self.heads, self.key_channels),
-            "g_gamma": (self.heads,),
-            "gk": (*rows, self.heads, self.key_channels),
-            "gv": (*rows, self.heads, self.value_channels),
-        }
+        gates = [GATES[name] for name in self.gates]
         return {
             "query": (*rows, self.heads, self.key_channels),
             "key": (*rows, kv_heads, self.key_channels),
             "value": (*rows, kv_heads, self.value_channels),
-            **{"g" if name == "g4" else name: of_gates[name] for name in self.gates},
+            **{
+                gate.argument: gate.shape(() if gate.constant else rows, self.heads, self.key_channels, self.value_channels)
+                for gate in gates
+            },
         }
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -120,8 +117,8 @@ class Shape:
         keys = jax.random.split(jax.random.key(0), len(self.sizes()))
         drawn = {}
         for key, (name, size) in zip(keys, self.sizes().items(), strict=True):
-            if name in GATES:
-                time_axis = 1 if strong_gates and name != "g_gamma" else None
+            if name in ARGUMENTS:
+                time_axis = 1 if strong_gates and name not in CONSTANT else None
                 drawn[name] = gate(key, size, self._dtype(name), time_axis)
             else:
                 drawn[name] = jax.random.normal(key, size).astype(self._dtype(name))
@@ -133,7 +130,7 @@ class Shape:
 
     def _dtype(self, name: str) -> Any:
         small = jnp.dtype(self.dtype).itemsize < 4
-        return jnp.float32 if name == "g_gamma" and small else jnp.dtype(self.dtype)  # stays in float32 in practice
+        return jnp.float32 if name in CONSTANT and small else jnp.dtype(self.dtype)  # stays in float32 in practice
 
 
 # Linear-attention layers small enough for a CPU with two cores.

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
+from ejkernel.kernels._linear.gates import ARGUMENTS
 from ejkernel.kernels._linear.operations import recurrent
 from ejkernel.modules import GLAttention, LightningAttention, RecurrentAttention
 from ejkernel.ops import ConfigCache, Invocation, Tuner
@@ -33,7 +34,7 @@ def problem_of(arrays: Arrays) -> LinearProblem:
 def invocations(arrays: Arrays) -> list[Invocation]:
     """The call as `recurrent_attention` makes it, then as the operations that are special cases of it do."""
     found: list[Invocation] = [Invocation.of(TritonRecurrent(), **arrays)]
-    gates = arrays.keys() & {"g", "g_gamma", "gk", "gv"}
+    gates = arrays.keys() & set(ARGUMENTS)
     if "gv" not in gates and not {"g", "gk"} <= gates:
         found.append(Invocation.of(GLAttention(), **{"g" if name == "gk" else name: x for name, x in arrays.items()}))
     if gates == {"g_gamma"}:

@@ -70,7 +70,7 @@ def platforms(names, shown):
 
 def configuration(names, shown):
     assert names["chosen"][0].level == "autotune"
-    assert "recurrent_gla" in shown
+    assert "gla" in shown
 
 
 def index(names, shown):

@@ -18,6 +18,7 @@ def small(vocabulary: int, layers: int = 2) -> example.LanguageModel:
     return example.LanguageModel(vocabulary, width=32, heads=2, layers=layers, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_prefill_by_chunks_and_decoding_by_steps_equal_one_chunked_pass():
     model = small(11)
     tokens = jax.random.randint(jax.random.key(1), (2, 90), 0, 11)
@@ -45,6 +46,7 @@ def test_generated_characters_are_those_of_the_likeliest_continuation():
     assert written[0].tolist() == np.asarray(logits)[0, 19:-1].argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_a_few_steps_of_training_lower_the_loss():
     text, kept, alphabet = example.load_text()
     assert len(text) > 5 * len(kept) > 50_000

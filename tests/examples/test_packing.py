@@ -9,6 +9,7 @@ import pytest
 from examples import packing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [packing.packed, packing.padded])
 def test_loss_and_gradients_are_those_of_one_by_one(way, params_and_texts, one_by_one):
     loss, gradients = way(*params_and_texts)

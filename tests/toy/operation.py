@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.modules.base import default_executor
-from ejkernel.modules.operations._registry_kernel import RegistryKernel
+from ejkernel.modules.base import RegistryKernel, default_executor
 from tests.toy.kernels import registry
 from tests.toy.kernels.decayed_sum import DECAYED_SUM, SumConfig
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from ejkernel._meshes import repeat
 from ejkernel._numbers import as_array, as_flag, as_float, as_numpy, checked_offsets
+from ejkernel.kernels._linear.gates import GATES
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 _FLOAT_DTYPES = frozenset(jnp.dtype(name) for name in FLOATS)
@@ -137,7 +138,7 @@ def gates(dims: Dims, g: Any, gk: Any, packed_rank3: bool) -> tuple[jax.Array | 
 
 
 def channel_gate(dims: Dims, name: str, gate: Any, packed_rank3: bool) -> jax.Array | None:
-    """A gate with one decay for each key channel (g, gk) or value channel (gv)."""
+    """A gate with one decay for each channel; `g`, which also has a form without, for each key channel."""
     if gate is None:
         return None
     gate = float_array(name, gate)
@@ -145,7 +146,7 @@ def channel_gate(dims: Dims, name: str, gate: Any, packed_rank3: bool) -> jax.Ar
         if gate.ndim != 3:
             raise ValueError(f"{name} must be of rank 3{_packed_hint(True)}; got {list(gate.shape)}.")
         gate = gate[None]
-    return _checked_gate(dims, name, gate, "value" if name == "gv" else "key", "")
+    return _checked_gate(dims, name, gate, GATES[name].channels or "key", "")
 
 
 def _checked_gate(dims: Dims, name: str, gate: jax.Array, channels: str | None, alternative: str) -> jax.Array:

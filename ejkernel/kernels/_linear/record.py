@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._linear.gates import CONSTANT, GATES
 from ejkernel.kernels._linear.operations import lightning_decay
 from ejkernel.modules import (
     GLAttention,
@@ -24,7 +25,7 @@ from ejkernel.testing.judge import Judge, Part, of_recurrence
 from ejkernel.testing.linear_cases import CASES, LAYER, LIGHTNING_CASES, LinearCase
 from ejkernel.testing.linear_reference import linear_reference
 from ejkernel.testing.record import HeadsRecord
-from ejkernel.testing.shapes import GATES, Shape
+from ejkernel.testing.shapes import Shape
 
 
 def _scan(record: LinearRecord) -> Contender:
@@ -77,7 +78,7 @@ class LinearRecord(HeadsRecord):
         return [case for case in CASES if set(case.gates) <= set(self.legal_gates)]
 
     def judge(self, shape: Shape, arrays: Mapping[str, jax.Array], cotangent: jax.Array, gradients: bool) -> Judge:
-        part = Part.of(shape, constant=("g_gamma",))
+        part = Part.of(shape, constant=CONSTANT)
         return of_recurrence(linear_reference, self.completed(arrays), cotangent, gradients, part)
 
 
@@ -92,7 +93,7 @@ class LightningRecord(LinearRecord):
 
 
 RECORDS = (
-    LinearRecord(operation=recurrent_attention, kernel=RecurrentAttention, legal_gates=GATES, gates=("gk",), rivals=RIVALS),
+    LinearRecord(operation=recurrent_attention, kernel=RecurrentAttention, legal_gates=(*GATES,), gates=("gk",), rivals=RIVALS),
     LinearRecord(operation=gla_attention, kernel=GLAttention, legal_gates=("g", "g4", "g_gamma"), gates=("g4",), rivals=RIVALS),
     LightningRecord(operation=lightning_attention, kernel=LightningAttention, options=LAYER, rivals=RIVALS),
 )

@@ -12,8 +12,9 @@ import numpy as np
 from ejkernel._numbers import as_flag
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.checks import offsets, offsets_in_order
+from ejkernel.kernels._linear.gates import ARGUMENTS, CONSTANT, PER_TOKEN
 from ejkernel.kernels._linear.problem import DECODED_TOKENS
-from ejkernel.modules.operations._registry_kernel import RegistryKernel
+from ejkernel.modules._registry_kernel import RegistryKernel
 from ejkernel.ops import Invocation
 
 
@@ -27,8 +28,8 @@ class RecurrenceKernel(RegistryKernel[LinearConfig, Any]):
 
     not_of_the_problem = ("platform", "return_state")
     numbers = ("layer_idx", "num_layers")
-    per_token: ClassVar[tuple[str, ...]] = ("query", "key", "value", "g", "gk", "gv")
-    gates: ClassVar[tuple[str, ...]] = ("g", "g_gamma", "gk", "gv")
+    per_token: ClassVar[tuple[str, ...]] = ("query", "key", "value", *PER_TOKEN)
+    gates: ClassVar[tuple[str, ...]] = ARGUMENTS
 
     def problem(self, *args: Any, **kwargs: Any) -> Any:
         """Without what no choice depends on: the scale's value, and the rank that a packed call came in."""
@@ -75,7 +76,7 @@ class RecurrenceKernel(RegistryKernel[LinearConfig, Any]):
         tokens, time_axis = named["query"].shape[-3], named["query"].ndim - 3
         for number, name in enumerate(self.gates):
             if (drawn := named.get(name)) is not None:
-                axis = None if name == "g_gamma" else time_axis
+                axis = None if name in CONSTANT else time_axis
                 named[name] = gate(jax.random.fold_in(key, number), drawn.shape, drawn.dtype, axis)
         if (packed := named.get("cu_seqlens")) is not None:
             named["cu_seqlens"] = equal_offsets(tokens, packed.shape[0] - 1).astype(packed.dtype)

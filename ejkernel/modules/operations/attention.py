@@ -15,8 +15,8 @@ from ejkernel._device import device_of
 from ejkernel.kernels._attention import AttentionConfig
 from ejkernel.kernels._attention.operation import ATTENTION
 from ejkernel.kernels._attention.packing import everything, packed
+from ejkernel.modules._registry_kernel import RegistryKernel
 from ejkernel.modules.base import default_executor
-from ejkernel.modules.operations._registry_kernel import RegistryKernel
 from ejkernel.modules.operations._results import OutputAndWeights
 from ejkernel.ops import Invocation
 from ejkernel.types.mask import MaskInfo

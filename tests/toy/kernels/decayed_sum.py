@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._implementation import Signature
+from ejkernel.kernels import Signature
 
 
 @jax.tree_util.register_dataclass

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._implementation import Implementation
-from ejkernel.kernels._registry import Backend, Platform
+from ejkernel.kernels import Backend, Implementation, Platform
 from tests.toy.kernels import registry
 from tests.toy.kernels.decayed_sum import DECAYED_SUM, SumConfig, SumProblem
 
