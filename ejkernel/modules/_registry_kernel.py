@@ -142,6 +142,7 @@ class RegistryKernel(Kernel[Cfg, Out]):
 
     def _chosen(self, problem: Any, platform: str | Platform | None, cfg: Any) -> Registered:
         """The best implementation that supports the call and runs `cfg`; ValueError with the reasons when there is none."""
+        self._check_kind(cfg)
         asked = as_platform(platform)
         if asked is not None:
             _check_agreement(asked, cfg)

@@ -57,6 +57,8 @@ class Executor:
             *args, **kwargs: pytrees; their arrays are data, all other leaves are static and must be hashable.
             _cfg: an explicit configuration; it wins over everything and is used as given.
         """
+        if isinstance(kernel, type):
+            raise TypeError(f"kernel must be an instance; got the class {kernel.__name__} itself: call {kernel.__name__}().")
         args, kwargs = kernel.prepare(args, kwargs)
         if collecting.current() is not None:
             return self._listed(kernel, args, kwargs, _cfg)

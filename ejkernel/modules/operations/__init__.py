@@ -1,6 +1,7 @@
 """The operations, one module each."""
 
 from ejkernel.modules.operations.attention import Attention, attention
+from ejkernel.modules.operations.causal_conv1d import causal_conv1d
 from ejkernel.modules.operations.configs import (
     AttentionConfig,
     GatedDeltaRuleConfig,
@@ -25,6 +26,7 @@ __all__ = [
     "RecurrentAttention",
     "RecurrentAttentionConfig",
     "attention",
+    "causal_conv1d",
     "gated_delta_rule",
     "gla_attention",
     "lightning_attention",

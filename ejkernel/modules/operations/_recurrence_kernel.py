@@ -44,10 +44,11 @@ class RecurrenceKernel(RegistryKernel[LinearConfig, Any]):
         place = list(self.parameters().parameters).index("cu_seqlens")
         given = args[place] if len(args) > place else kwargs.get("cu_seqlens")
         query = args[0] if args else kwargs.get("query")
-        if given is None or not isinstance(query, (jax.Array, np.ndarray)) or query.ndim < 3:
+        shape = _shape(query)
+        if given is None or len(shape) < 3:
             return args, kwargs
         array = offsets(given)
-        offsets_in_order(array, query.shape[-3])
+        offsets_in_order(array, shape[-3])
         if array is given:
             return args, kwargs
         if len(args) > place:
@@ -86,3 +87,11 @@ class RecurrenceKernel(RegistryKernel[LinearConfig, Any]):
     def drawn(self, named: dict[str, Any]) -> dict[str, Any]:
         """The random arguments by name, with what the operation asks of them beside sensible gates."""
         return named
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    """The shape of an array, also of one given as a list; () for what is no array, which is refused by name later."""
+    try:
+        return np.shape(x)
+    except ValueError:
+        return ()
