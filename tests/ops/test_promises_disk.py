@@ -15,6 +15,7 @@ import pytest
 
 from ejkernel.ops import (
     AutotunePolicy,
+    ConfigCache,
     ConfigSelectorChain,
     ConfigWarning,
     Executor,
@@ -23,6 +24,9 @@ from ejkernel.ops import (
     PersistentCache,
     Tuner,
 )
+from ejkernel.ops.reporting import describe
+from tests.ops import racers
+from tests.ops.racers import Race, Racer
 from tests.ops.toy import Problem, Toy, ToyConfig
 
 HEURISTICS = AutotunePolicy(cache_miss_fallback="heuristics")
@@ -224,3 +228,18 @@ def test_promise_3_sixteen_processes_lose_none_of_their_entries(tmp_path):
     assert found["process 7 key 42"] == ToyConfig(42, "7")
     assert found["shared"].block == 199
     assert not list(stored.folder.glob("*.tmp"))
+
+
+def test_promise_7_a_race_that_only_the_heuristic_ran_is_not_stored(tmp_path):
+    hanging = [Racer(n, "hangs compiling") for n in range(2, 5)]
+    tuner = Tuner(1, 1, max_seconds=1.0, candidate_seconds=0.6)
+    chain = ConfigSelectorChain(ConfigCache(), "autotune", tuner, PersistentCache("race", tmp_path))
+    inv = Invocation.of(Race(*hanging), jnp.ones(4))
+    try:
+        choice = chain.choose(inv)
+    finally:
+        racers.release.set()
+    assert choice.level is Level.AUTOTUNE
+    assert chain.choose(inv).level is Level.MEMORY  # this process does not try again
+    assert not tmp_path.joinpath("race").exists()
+    assert "not stored" in describe(inv, "autotune", choice.config, choice.record).why

@@ -17,7 +17,6 @@ from jax import lax
 
 from ejkernel.ops import (
     AutotunePolicy,
-    ConfigCache,
     ConfigSelectorChain,
     ConfigWarning,
     Executor,
@@ -30,7 +29,6 @@ from ejkernel.ops import (
 from ejkernel.ops import trial as trial_module
 from ejkernel.ops.compare import difference
 from ejkernel.ops.key import thread_settings
-from ejkernel.ops.reporting import describe
 from ejkernel.ops.trial import Trial
 from tests.ops import racers
 from tests.ops.racers import Race, Racer
@@ -155,21 +153,6 @@ def test_promise_6_the_time_is_bounded_and_what_was_not_tried_is_listed():
     reasons = [candidate.get("reason", "") for candidate in listed.values()]
     assert sum("over time" in reason for reason in reasons) >= 2
     assert sum("not tried" in reason for reason in reasons) >= 30
-
-
-def test_promise_7_a_race_that_only_the_heuristic_ran_is_not_stored(tmp_path):
-    hanging = [Racer(n, "hangs compiling") for n in range(2, 5)]
-    tuner = Tuner(1, 1, max_seconds=1.0, candidate_seconds=0.6)
-    chain = ConfigSelectorChain(ConfigCache(), "autotune", tuner, PersistentCache("race", tmp_path))
-    inv = Invocation.of(Race(*hanging), jnp.ones(4))
-    try:
-        choice = chain.choose(inv)
-    finally:
-        racers.release.set()
-    assert choice.level is Level.AUTOTUNE
-    assert chain.choose(inv).level is Level.MEMORY  # this process does not try again
-    assert not tmp_path.joinpath("race").exists()
-    assert "not stored" in describe(inv, "autotune", choice.config, choice.record).why
 
 
 def test_promise_6_a_hanging_candidate_does_not_keep_the_process_from_ending():

@@ -17,7 +17,7 @@ from tests.triton.along import run_along
 from tests.triton.linear_cases import BY_ROUTE
 from tests.triton.linear_reference import value_and_grads
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="interpreted on the host")
+pytestmark = pytest.mark.skipif(device_of(()).backend != "cpu", reason="interpreted on the host")
 DEFAULT_ALONE = {"key and value gate"}  # its kernels' other tiles are those of "outputs in the scan", which is tried with all
 COMPILER_ONLY = ("num_warps", "num_stages")  # what the interpreter does not see
 
