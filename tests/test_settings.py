@@ -11,6 +11,7 @@ import pytest
 
 from ejkernel.kernels._attention import AttentionConfig
 from ejkernel.modules import RecurrentAttentionConfig, attention, gla_attention, lightning_attention, recurrent_attention
+from ejkernel.ops.compare import _errors
 from ejkernel.testing.compare import assert_close, relative_rms
 from ejkernel.testing.linear_cases import LinearCase
 from ejkernel.types.mask import MaskInfo
@@ -133,3 +134,11 @@ def test_attention_in_sixty_four_bits(options, dtype):
         assert got[0][0].dtype == dtype
         limit = 1e-12 if dtype == "float64" else 1e-5
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=limit, atol=limit), got, want)
+
+
+def test_tuning_compares_16_bit_results_under_strict_promotion():
+    x = jnp.full((3, 2), 2.0, jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        unequal, largest, _ = _errors(x, x * 1.5)
+    assert not unequal
+    assert float(largest) == 0.5

@@ -79,7 +79,8 @@ def _leaf_difference(kernel: Kernel[Any, Any], least: float, right: Any, leaf: A
 @jax.jit
 def _errors(right: jax.Array, leaf: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Whether only one side is finite anywhere; the largest error over the largest value; the same of root mean squares."""
-    wide = jnp.promote_types(right.dtype, jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):  # where the program's own is strict, 16 bits would have no wider type
+        wide = jnp.promote_types(right.dtype, jnp.float32)
     right, leaf = right.astype(wide), leaf.astype(wide)
     both = jnp.isfinite(right) & jnp.isfinite(leaf)
     unequal = ~both & (right != leaf)

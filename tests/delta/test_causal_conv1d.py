@@ -179,3 +179,10 @@ WRONG = [
 def test_wrong_arguments(change, kind, message):
     with pytest.raises(kind, match=re.escape(message)):
         causal_conv1d(**(right | change))
+
+
+def test_16_bit_inputs_under_strict_promotion():
+    x, weight = jnp.ones((1, 3, 2), jnp.bfloat16), jnp.ones((2, 2))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        y, state = causal_conv1d(x, weight, weight[0], jnp.ones((1, 1, 2)), activation="silu", return_state=True)
+    assert y.dtype == state.dtype == jnp.bfloat16

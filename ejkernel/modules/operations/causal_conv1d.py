@@ -87,7 +87,8 @@ def _run(activation: str | None, return_state: bool, arrays: dict[str, Array], o
 
 def _convolved(x: Array, weight: Array, bias: Array | None, state: Array | None, offsets: Array | None) -> Array:
     """`[B, T, C]` in float32 or wider: W shifted products, plus what the first W - 1 tokens of a sequence see of its state."""
-    wide, (W, T) = jnp.promote_types(x.dtype, jnp.float32), (weight.shape[0], x.shape[1])
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32  # promote_types refuses under strict promotion
+    W, T = weight.shape[0], x.shape[1]
     w = weight.astype(wide)
     if offsets is None:
         seen = _with_past(x, state, W - 1).astype(wide)  # [B, W - 1 + T, C]
