@@ -18,7 +18,7 @@ collect_ignore_glob += [] if _there("typer", "rich") else ["ejkernel/cli/_*", "t
 
 # With `--few` these run every test, by one case each; every other module runs a sample of its tests.
 EVERY_TEST = ("tests/operations", "tests/ops", "tests/toy", "tests/types", "tests/linear/test_errors.py")
-SHARED_CASES = ("test_reference_cases.py", "test_shared_cases.py")  # four times as many of these
+SHARED_CASES = ("test_reference_cases.py", "test_shared_cases.py")  # three times as many of these
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("slow", "gpu", "hypothesis")):
             tests[item.nodeid.split("[" if item.nodeid.startswith(EVERY_TEST) else "::")[0]].append(item)
-    of = lambda name: 1 if "::" in name else 4 * few if name.endswith(SHARED_CASES) else few
+    of = lambda name: 1 if "::" in name else 3 * few if name.endswith(SHARED_CASES) else few
     kept = {item for name, own in tests.items() for item in _spread(own, of(name))}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

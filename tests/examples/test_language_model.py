@@ -37,6 +37,7 @@ def test_prefill_by_chunks_and_decoding_by_steps_equal_one_chunked_pass():
     assert float(abs(forgotten[:, 0] - whole[:, 77]).max()) > 1e-2  # without the state the answer is another
 
 
+@pytest.mark.slow
 def test_generated_characters_are_those_of_the_likeliest_continuation():
     model = small(11)
     prompt = np.asarray(jax.random.randint(jax.random.key(2), (1, 20), 0, 11))

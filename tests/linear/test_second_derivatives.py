@@ -45,6 +45,7 @@ def reverse_over_reverse(function, options, arrays):
 
 
 @pytest.mark.parametrize(("case", "cfg"), CASES, ids=[case.name for case, _ in CASES])
+@pytest.mark.slow
 def test_second_derivatives(case, cfg):
     arrays, options = case.arguments()
     with jax.enable_x64(True):

@@ -377,6 +377,7 @@ print(*sorted({" ".join(chosen.arguments.values()) for chosen in report()}), sep
 """
 
 
+@pytest.mark.slow
 def test_sharded_arrays_and_shard_map():
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *sys.path])

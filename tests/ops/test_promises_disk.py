@@ -198,6 +198,7 @@ def test_promise_1_a_write_that_the_system_cuts_short_is_one_warning(tmp_path):
     assert script("limited", tmp_path) == "1 warning, 1 entry, 0 temporary files"
 
 
+@pytest.mark.slow
 def test_promise_2_killed_writers_never_leave_a_half_written_entry(tmp_path):
     killed, seen = script("killed", tmp_path).split()
     assert int(killed) >= 190
@@ -220,6 +221,7 @@ def test_promise_2_what_killed_writers_left_is_removed_when_it_is_old(tmp_path):
     assert new.exists()
 
 
+@pytest.mark.slow
 def test_promise_3_sixteen_processes_lose_none_of_their_entries(tmp_path):
     script("many", tmp_path)
     stored = PersistentCache("toy", tmp_path, ToyConfig)

@@ -165,6 +165,7 @@ def test_promise_4_sharding_is_in_the_key():
     assert key_of(given=sharded("trivial")) == key_of(given=sharded(None)) == key_of(given=sharded("data", 1)) == key_of()
 
 
+@pytest.mark.slow
 def test_promise_4_varying_lengths_cause_a_bounded_number_of_tunings():
     chain = ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner(0, 1))
     for time in range(1, 600, 13):
