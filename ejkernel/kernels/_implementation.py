@@ -12,7 +12,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from ejkernel.kernels._registry import Backend, KernelRegistry, Platform
+from ejkernel._device import Device
+from ejkernel.kernels._registry import Backend, KernelRegistry, Platform, as_backend, backend_of
 
 Problem = TypeVar("Problem")
 Config = TypeVar("Config")
@@ -106,6 +107,13 @@ class PlatformFunction(Generic[Problem, Config]):
         """Whether this platform should take a call before others of lower priority."""
         return self.implementation.preferred(problem)
 
+    def refuses(self, problem: Problem, cfg: Config) -> str | None:
+        """The reason why a supported call cannot run with `cfg`; None when it can."""
+        wanted, device = as_backend(getattr(cfg, "backend", None)), getattr(problem, "device", None)
+        if wanted not in (None, Backend.ANY) and isinstance(device, Device) and wanted is not backend_of(device):
+            return f"cfg is for backend {str(wanted)!r}, and this call computes on {device}"
+        return self.implementation.refuses(problem, cfg)
+
     def __call__(self, *args: Any, cfg: Config | None = None, **kwargs: Any) -> Any:
         return self.solve(self.signature.problem(*args, **kwargs), cfg)
 
@@ -116,7 +124,7 @@ class PlatformFunction(Generic[Problem, Config]):
             raise TypeError(f"cfg must be of class {self.signature.config.__name__} or None; got {type(cfg).__name__}.")
         reason = how.supports(problem)
         if reason is None and cfg is not None:
-            reason = how.refuses(problem, cfg)
+            reason = self.refuses(problem, cfg)
         if reason is not None:
             raise ValueError(f"{self.signature.name} cannot run on platform {self.platform!r}: {reason}.")
         return self.signature.finish(problem, how.solve(problem, how.heuristic(problem) if cfg is None else cfg))

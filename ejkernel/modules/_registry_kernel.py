@@ -152,7 +152,8 @@ class RegistryKernel(Kernel[Cfg, Out]):
         for entry in (first, *self.registry.list_implementations(self.op_id)):
             if wanted not in (None, entry.platform) or self.registry.refusal(entry, problem, backend) is not None:
                 continue
-            reason = self._implementation(entry).refuses(problem, cfg)
+            self._implementation(entry)  # TypeError for a plain function, which cannot be asked
+            reason = entry.function.refuses(problem, cfg)  # type: ignore[attr-defined]
             if reason is None:
                 return entry
             refused.append(f"{entry.platform}: {reason}")

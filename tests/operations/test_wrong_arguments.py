@@ -8,7 +8,14 @@ import pytest
 
 import ejkernel
 from ejkernel import modules
-from ejkernel.modules import AttentionConfig, GLAttention, create_default_executor, gla_attention
+from ejkernel.modules import (
+    AttentionConfig,
+    GLAttention,
+    GLAttentionConfig,
+    create_default_executor,
+    gla_attention,
+    lightning_attention,
+)
 
 X = jnp.ones((1, 4, 1, 2))
 
@@ -45,3 +52,13 @@ def test_offsets_beside_what_is_no_array_leave_the_error_to_it():
 def test_a_class_is_no_kernel():
     with pytest.raises(TypeError, match=r"kernel must be an instance; got the class GLAttention itself"):
         create_default_executor()(GLAttention, X, X, X)
+
+
+def test_a_configuration_for_another_kind_of_device_is_refused():
+    with pytest.raises(ValueError, match=r"cfg is for backend 'gpu', and this call computes on cpu"):
+        gla_attention(X, X, X, cfg=GLAttentionConfig(platform="xla", backend="gpu"))
+
+
+def test_no_layers_are_named():
+    with pytest.raises(ValueError, match="num_layers must be at least 1; got 0"):
+        lightning_attention(X, X, X, layer_idx=0, num_layers=0)

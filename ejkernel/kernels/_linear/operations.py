@@ -57,7 +57,9 @@ def lightning_decay(heads: int, layer_idx: int, num_layers: int, dtype: np.dtype
         [-0.0, -2.0, -4.0, -6.0]
     """
     layer_idx, num_layers = as_int("layer_idx", layer_idx), as_int("num_layers", num_layers)
-    if num_layers < 1 or not 0 <= layer_idx < num_layers:
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be at least 1; got {num_layers}.")
+    if not 0 <= layer_idx < num_layers:
         raise ValueError(f"layer_idx must be from 0 to num_layers - 1 = {num_layers - 1}; got {layer_idx}.")
     return -(8 / max(heads, 1) * (1 - layer_idx / num_layers)) * jnp.arange(heads, dtype=dtype)
 
