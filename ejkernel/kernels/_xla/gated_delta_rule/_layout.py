@@ -82,7 +82,7 @@ class Layout:
         return self.reverse and self.table is None
 
     def split(self, x: Array) -> Array:
-        """`[B, T, ...]` by chunks: `[B, chunks, C, ...]`, which costs no copy, or gathered `[chunks, 1, C, ...]` when packed."""
+        """`[B, T, ...]` by chunks: `[B, chunks, C, ...]` without a copy, or gathered `[chunks, 1, C, ...]` when packed."""
         if self.table is not None:
             return jnp.take(x[0], self.table.token_of, axis=0, mode="fill", fill_value=0)[:, None]
         missing = self.chunks * self.rows - self.tokens
