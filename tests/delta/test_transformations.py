@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -42,28 +41,35 @@ def test_traced_cu_seqlens_serve_other_lengths_without_recompiling():
     assert run._cache_size() == 1  # type: ignore[attr-defined]
 
 
+@functools.cache
+def slope(case: DeltaCase):
+    """The gradient of everything a case returns: what the transformed ones are compared with, compiled once."""
+    options = case.arguments()[1]
+    return jax.jit(jax.grad(lambda arrays: total(operation(**arrays, **options))))
+
+
 @pytest.mark.parametrize("mapped", [("query",), ("initial_state",), ("key", "value"), ("beta", "g")], ids="-".join)
 def test_vmap_over_some_arguments(mapped):
-    """Output and state, gradients in both modes; results that do not depend on what is mapped are the same for all."""
+    """Results that do not depend on what is mapped are the same for all; gradients of what is shared add up."""
     arrays, options = CASE.arguments()
     both = {name: jnp.stack([x, 0.5 * x]) if name in mapped else x for name, x in arrays.items()}
     axes = {name: 0 if name in mapped else None for name in arrays}
-    call = lambda arrays: operation(**arrays, **options)
-    together = lambda both: total(jax.vmap(call, (axes,))(both))
-    one_by_one = lambda both: sum(total(call({n: x[i] if n in mapped else x for n, x in both.items()})) for i in range(2))
-    want, along = jax.jit(lambda both: (jax.grad(one_by_one)(both), jax.jvp(one_by_one, (both,), (both,))[1]))(both)
-    got, moved = jax.jit(lambda both: (jax.grad(together)(both), jax.jvp(together, (both,), (both,))[1]))(both)
+    together = lambda both: total(jax.vmap(lambda arrays: operation(**arrays, **options), (axes,))(both))
+    each = [slope(CASE)({name: x[i] if name in mapped else x for name, x in both.items()}) for i in range(2)]
+    want = {name: jnp.stack([e[name] for e in each]) if name in mapped else each[0][name] + each[1][name] for name in arrays}
+    got = jax.jit(jax.grad(together))(both)
     assert all(relative_rms(got[name], want[name]) < 1e-5 for name in arrays)
-    np.testing.assert_allclose(moved, along, rtol=1e-4, atol=1e-4)
+    moved = jax.jit(lambda both: jax.jvp(together, (both,), (both,))[1])(both)
+    np.testing.assert_allclose(moved, sum(jnp.vdot(want[name], both[name]) for name in arrays), rtol=1e-4, atol=1e-4)
 
 
 def test_vmap_outside_the_gradient_and_over_offsets():
     arrays, _ = PACKED.arguments()
     offsets = jnp.array([[0, 6, 6, 15], [0, 1, 14, 15]], jnp.int32)
-    slope = jax.grad(lambda arrays, cu: total(operation(**arrays, cu_seqlens=cu)))
-    got = jax.jit(jax.vmap(slope, (None, 0)))(arrays, offsets)
+    gradient = jax.grad(lambda arrays, cu: total(operation(**arrays, cu_seqlens=cu)))
+    got, one = jax.jit(jax.vmap(gradient, (None, 0)))(arrays, offsets), jax.jit(gradient)
     for i in range(2):
-        want = jax.jit(slope)(arrays, offsets[i])
+        want = one(arrays, offsets[i])
         assert all(relative_rms(got[name][i], want[name]) < 1e-5 for name in arrays)
 
 
@@ -78,31 +84,28 @@ def test_derivatives_of_derivatives(case, cfg):
         wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
         want = float(jax.jit(jax.grad(jax.grad(along(delta_reference, wide))))(0.1))
     ours = along(functools.partial(gated_delta_rule, cfg=cfg), arrays)
-    for first, second in itertools.product((jax.grad, jax.jacfwd), repeat=2):
-        np.testing.assert_allclose(jax.jit(first(second(ours)))(0.1), want, rtol=1e-4)
+    for outer in (jax.grad, jax.jacfwd):
+        np.testing.assert_allclose(jax.jit(outer(jax.grad(ours)))(0.1), want, rtol=1e-4)
 
 
-def test_forward_mode_checkpoint_and_scan_equal_reverse_mode():
+def test_checkpointed_layers_in_a_scan():
     arrays, options = CASE.arguments()
     call = lambda arrays: total(operation(**arrays, **options))
-    slope = jax.jit(jax.grad(call))(arrays)
-    moved = jax.jit(lambda a: jax.jvp(call, (a,), (a,))[1])(arrays)
-    np.testing.assert_allclose(moved, sum(jnp.vdot(slope[name], arrays[name]) for name in arrays), rtol=1e-4)
+    once = slope(CASE)(arrays)
     layer = lambda a, s: jax.checkpoint(call)({name: x * s for name, x in a.items()})
     layers = lambda a: jax.lax.scan(lambda y, s: (y + layer(a, s), None), 0.0, jnp.ones(2))[0]
     twice = jax.jit(jax.grad(layers))(arrays)
-    assert all(relative_rms(twice[name], 2 * slope[name]) < 1e-5 for name in arrays)
+    assert all(relative_rms(twice[name], 2 * once[name]) < 1e-5 for name in arrays)
 
 
 @pytest.mark.parametrize("shared", [("query", "beta"), ("key", "g"), ("value", "initial_state")], ids="-".join)
 def test_shard_map_sums_the_gradient_of_what_is_shared(shared):
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     arrays, options = CASE.arguments()
-    arrays = {name: x[:1] for name, x in arrays.items()}
     specs = {name: PartitionSpec() if name in shared else PartitionSpec("x") for name in arrays}
     call = lambda arrays: operation(**arrays, **options)
     split = jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=(PartitionSpec("x"), PartitionSpec("x")))
-    got, want = (jax.jit(jax.grad(lambda a, f=f: total(f(a))))(arrays) for f in (split, call))
+    got, want = jax.jit(jax.grad(lambda arrays: total(split(arrays))))(arrays), slope(CASE)(arrays)
     assert all(relative_rms(got[name], want[name]) < 1e-5 for name in arrays)
 
 
@@ -110,8 +113,7 @@ def test_shard_map_sums_the_gradient_of_what_is_shared(shared):
 def test_a_mesh_with_explicit_axes(case):
     mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     arrays, options = case.arguments()
-    slope = jax.jit(jax.grad(lambda arrays: total(operation(**arrays, **options))))
-    want = slope(arrays)
+    want = slope(case)(arrays)
     data = None if case.lengths else "data"
     place = lambda name: PartitionSpec(data, "model") if name == "initial_state" else PartitionSpec(data, None, "model")
     with jax.set_mesh(mesh):
@@ -119,7 +121,7 @@ def test_a_mesh_with_explicit_axes(case):
         output, state = operation(**split, **options)
         assert output.sharding.spec[2] == "model"
         assert state.sharding.spec[1] == "model"
-        got = slope(split)
+        got = jax.jit(jax.grad(lambda arrays: total(operation(**arrays, **options))))(split)
         over_time = jax.device_put(arrays["value"], NamedSharding(mesh, PartitionSpec(None, "data")))
         with pytest.raises(ValueError, match="value is split over time"):
             operation(**(split | {"value": over_time}), **options)
@@ -131,9 +133,9 @@ def test_symbolic_sizes_can_be_exported():
     batch, time = jax.export.symbolic_shape("b, t")
     leading = lambda name: (batch,) if name == "initial_state" else (batch, time)
     sizes = {name: (*leading(name), *x.shape[len(leading(name)) :]) for name, x in arrays.items()}
-    slope = jax.jit(jax.grad(lambda arrays: total(gated_delta_rule(**arrays, **options))))
-    exported = jax.export.export(slope)({name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()})
-    got, want = exported.call(arrays), slope(arrays)
+    run = jax.jit(jax.grad(lambda arrays: total(gated_delta_rule(**arrays, **options))))
+    exported = jax.export.export(run)({name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()})
+    got, want = exported.call(arrays), slope(CASE)(arrays)
     assert all(relative_rms(got[name], want[name]) < 1e-5 for name in arrays)
 
 

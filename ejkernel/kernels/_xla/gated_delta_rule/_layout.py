@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 Array = jax.Array
 
@@ -81,13 +82,17 @@ class Layout:
         return self.reverse and self.table is None
 
     def split(self, x: Array) -> Array:
-        """`[B, T, ...]` as `[chunks, B, C, ...]`."""
+        """`[B, T, ...]` by chunks: `[B, chunks, C, ...]` without a copy, or gathered `[chunks, 1, C, ...]` when packed."""
         if self.table is not None:
             return jnp.take(x[0], self.table.token_of, axis=0, mode="fill", fill_value=0)[:, None]
         missing = self.chunks * self.rows - self.tokens
         if not (isinstance(missing, int) and missing == 0):
             x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
-        return jnp.moveaxis(x.reshape(x.shape[0], self.chunks, self.rows, *x.shape[2:]), 1, 0)
+        return x.reshape(x.shape[0], self.chunks, self.rows, *x.shape[2:])
+
+    def chunk(self, x: Array, i: Array) -> Array:
+        """Chunk i `[B, C, ...]` of what `split` gave."""
+        return lax.dynamic_index_in_dim(x, i, 0 if self.table is not None else 1, keepdims=False)
 
     def joined(self, x: Array) -> Array:
         """`[chunks, B, C, ...]` as `[B, T, ...]`."""

@@ -1,6 +1,6 @@
 """The loops over chunks: forward in the order of the recurrence, backward against it.
 
-The state is the loop's carry; rows come in and go out as slices of stacked arrays. The forward pass keeps the state before
+The state is the loop's carry; rows are read where they lie and results are stacked. The forward pass keeps the state before
 each chunk when a gradient will be asked; the backward pass recomputes everything else from it.
 """
 
@@ -71,19 +71,19 @@ def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: b
     initial = vary(jnp.zeros((sequences, H, K, V), plan.state) if initial is None else initial, axes)
     run = _steps if plan.schedule == "recurrent" else _products
 
-    def chunk(carry: tuple[Array, Array | None], x: tuple[dict[str, Array], Place | None]) -> Any:
-        (state, finals), (rows, place) = carry, x
+    def chunk(carry: tuple[Array, Array | None], x: tuple[Array, Place | None]) -> Any:
+        (state, finals), (i, place) = carry, x
         if place is not None:
             state = jnp.where(place.first, lax.dynamic_index_in_dim(initial, place.sequence, 0), state)
         before = state
-        state, output = run(plan, layout, rows, state)
+        state, output = run(plan, layout, {name: layout.chunk(y, i) for name, y in rows.items()}, state)
         if finals is not None:  # each chunk of a sequence writes; its last one stays
             assert place is not None
             finals = lax.dynamic_update_index_in_dim(finals, state, place.sequence, 0)
         return (state, finals), (output, before if keep_states else None)
 
     start = (initial, None) if cu_seqlens is None else (vary(jnp.zeros((B, H, K, V), plan.state), axes), initial)
-    (state, finals), (output, states) = _scan(plan, chunk, start, (rows, layout.place), layout.flips)
+    (state, finals), (output, states) = _scan(plan, chunk, start, (_index(layout), layout.place), layout.flips)
     found = layout.joined(output), state if finals is None else finals
     return (*found, states) if keep_states else found
 
@@ -104,22 +104,27 @@ def backward(
     dfinal = vary(dfinal.astype(plan.state), axes)
 
     def chunk(carry: tuple[Array, Array | None], x: Any) -> Any:
-        (dstate, dinitials), (rows, drows, state, place) = carry, x
+        (dstate, dinitials), (i, state, place) = carry, x
         if place is not None:
             dstate = jnp.where(place.last, lax.dynamic_index_in_dim(dfinal, place.sequence, 0), dstate)
-        dstate, found = _products_backward(plan, layout, rows, state, dstate, drows)
+        mine = {name: layout.chunk(y, i) for name, y in rows.items()}
+        dstate, found = _products_backward(plan, layout, mine, state, dstate, layout.chunk(drows, i))
         if dinitials is not None:  # against the recurrence a sequence's first chunk comes last, and stays
             dinitials = lax.dynamic_update_index_in_dim(dinitials, dstate, place.sequence, 0)
         return (dstate, dinitials), {name: found[name] for name in wanted if name in found}
 
     # An empty sequence hands its final state's cotangent to its initial state.
     start = (dfinal, None) if cu_seqlens is None else (vary(jnp.zeros_like(states[0]), axes), dfinal)
-    xs = (rows, layout.split(doutput), states, layout.place)
+    xs, drows = (_index(layout), states, layout.place), layout.split(doutput)
     (dstate, dinitials), found = _scan(plan, chunk, start, xs, not layout.flips)
     grads = {name: layout.joined(grad) for name, grad in found.items()}
     if "initial_state" in wanted:
         grads["initial_state"] = dstate if dinitials is None else dinitials
     return grads
+
+
+def _index(layout: Layout) -> Array:
+    return jnp.arange(layout.chunks, dtype=jnp.int32)
 
 
 def _scan(plan: Plan, chunk: Callable, start: Any, xs: tuple, reverse: bool) -> Any:
