@@ -38,7 +38,7 @@ WRONG = [
     ({n: x[0] for n, x in row.items()} | {"beta": row["beta"], "cu_seqlens": jnp.array([0, T])}, ValueError, "beta must be [6, 4] (tokens, value heads)"),
     (dense | {"use_qk_l2norm": 1}, TypeError, "use_qk_l2norm must be True or False"),
     (dense | {"reverse": "yes"}, TypeError, "reverse must be True or False"),
-    (dense | {"softmax_scale": "large"}, TypeError, "softmax_scale must be a float"),
+    (dense | {"softmax_scale": "large"}, TypeError, "softmax_scale must be a number"),
     (dense | {"cfg": 3}, TypeError, "cfg must be a GatedDeltaRuleConfig or None; got int."),
 ]  # fmt: skip
 
