@@ -39,7 +39,7 @@ WRONG = [
     (dense | {"use_qk_l2norm": 1}, TypeError, "use_qk_l2norm must be True or False"),
     (dense | {"reverse": "yes"}, TypeError, "reverse must be True or False"),
     (dense | {"softmax_scale": "large"}, TypeError, "softmax_scale must be a number"),
-    (dense | {"cfg": 3}, TypeError, "cfg must be a GatedDeltaRuleConfig or None; got int."),
+    (dense | {"cfg": 3}, TypeError, "cfg must be of class GatedDeltaRuleConfig or None; got int."),
 ]  # fmt: skip
 
 
