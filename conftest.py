@@ -12,7 +12,7 @@ def _there(*names: str) -> bool:
     return all(importlib.util.find_spec(name) for name in names)
 
 
-collect_ignore_glob = [] if _there("triton") else ["ejkernel/kernels/_triton/*"]
+collect_ignore_glob = [] if _there("triton") else ["ejkernel/kernels/_triton/*", "tests/triton/[!t]*.py"]
 collect_ignore_glob += [] if _there("typer", "rich") else ["ejkernel/cli/_*", "tests/cli/test_*"]
 
 

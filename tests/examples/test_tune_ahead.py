@@ -19,7 +19,7 @@ def test_a_tuned_file_is_all_that_a_run_needs(tmp_path, monkeypatch):
     shared_cache().clear()
     file = tmp_path / "tuned.json"
     (chosen,) = tune_ahead.tune(file)
-    assert (chosen.op_id, chosen.level) == ("recurrent_gla", "autotune")
+    assert (chosen.op_id, chosen.level) == ("gla", "autotune")
     assert len(json.loads(file.read_text())["entries"]) == 1
 
     shared_cache().clear()

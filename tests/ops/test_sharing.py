@@ -35,7 +35,6 @@ from ejkernel.ops import (
 from ejkernel.ops.config import shipped
 from ejkernel.ops.config.cache import shared_cache
 from ejkernel.ops.config.codec import from_fields, to_fields
-from ejkernel.ops.config.exchange import read
 from ejkernel.ops.key import device_kind
 from tests.ops.toy import Cube, Problem, Toy, ToyConfig, problem
 
@@ -185,15 +184,15 @@ def test_shipped_defaults_answer_by_device_kind_with_a_relative_as_fallback(tmp_
     parts = json.loads(inv.key)
     parts["environment"] = {"device": "NVIDIA H100 80GB HBM3", "jax": "0.9"}
     elsewhere.put(json.dumps(parts), ToyConfig(32), {"seconds": 1.0})
-    (tmp_path / "h100.json").write_text(dumps(elsewhere))
+    shipped.write(tmp_path / "h100.json", "h100", elsewhere.entries())
     shipped._defaults.cache_clear()
     choice = chain.choose(inv)
     assert (choice.level, choice.config, choice.record["shipped_for"]) == (Level.SHIPPED, ToyConfig(32), "h100")
     assert not list(chain.cache.items())  # it was not measured here
-    (tmp_path / "h200.json").write_text(dumps(filled(ToyConfig(64))))
+    shipped.write(tmp_path / "h200.json", "h200", filled(ToyConfig(64)).entries())
     shipped._defaults.cache_clear()
     assert chain.choose(inv).config == ToyConfig(64)
-    (tmp_path / "h200.json").write_text(dumps(filled(ToyConfig(128))))  # refused by check_cfg
+    shipped.write(tmp_path / "h200.json", "h200", filled(ToyConfig(128)).entries())  # refused by check_cfg
     shipped._defaults.cache_clear()
     with pytest.warns(ConfigWarning, match="larger than 64"):
         assert chain.choose(inv).level is Level.HEURISTICS
@@ -228,7 +227,7 @@ def test_device_names_and_relatives(kind, name, first_relative):
 
 def test_shipped_files_are_readable_and_named_after_devices():
     for file in shipped.FOLDER.glob("*.json"):
-        assert read(file)
+        assert shipped.read(file)
         assert shipped.device_name(file.stem) == file.stem
     assert shipped.device_name(device_kind(jax.devices("cpu")[0])) == "cpu"
 
