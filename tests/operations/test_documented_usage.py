@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from ejkernel import kernel_registry, ops
+from ejkernel._device import Device, on_device
 from ejkernel.kernels import _xla
 from ejkernel.kernels._registry import Backend
 from ejkernel.modules import (
@@ -225,3 +227,11 @@ def test_the_old_name_of_gla_is_an_alias():
         choice = create_default_executor().choose(GLAttention(), q, k, v)
     assert (str(choice.level), choice.config) == ("overlay", cfg)
     assert ops.PersistentCache("recurrent_gla").folder == ops.PersistentCache("gla").folder
+
+
+def test_the_version_of_what_compiles_a_kernel_is_in_its_key():
+    triton = pytest.importorskip("triton")
+    environment = lambda: json.loads(Invocation.of(GLAttention(), q, k, v).key)["environment"]
+    assert "triton" not in environment()
+    with on_device(Device("gpu", "NVIDIA H200", 90)):
+        assert environment()["triton"] == triton.__version__
