@@ -10,6 +10,7 @@ from ejkernel.cli import _screen
 
 
 def test_the_bar_names_what_is_done_and_moves_within_a_step(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")  # whatever terminal the tests run in
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     monkeypatch.setattr(_screen, "side", lambda: console)
     at: list[float] = []

@@ -131,6 +131,7 @@ import jax.numpy as jnp
 from ejkernel.ops import Invocation, Tuner
 from tests.ops import racers
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background leaves it ignored
 heuristic = racers.Racer(1, "hangs compiling")
 threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()  # what Ctrl-C does
 try:
