@@ -76,7 +76,7 @@ def report(capability: int, calls: list[str], every_candidate: bool = False) -> 
     from ejkernel.callib import compile_for
     from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
     from ejkernel.kernels._triton import recurrent
-    from ejkernel.kernels._triton.linear import TritonLinear
+    from ejkernel.kernels._triton.linear._platform import TritonLinear
 
     def forward(arrays: Any, cfg: Any) -> Any:
         return recurrent(**arrays, cfg=cfg)

@@ -56,7 +56,7 @@ def compile_candidate(arrays: Arrays, cfg: LinearConfig, capability: int, forwar
 def compile_all(chosen: dict[str, Arrays], capability: int, jobs: int, forward_only: bool) -> None:
     """Compiles every candidate of every call, `jobs` at a time. One that does not compile is reported here, and again by the
     tuner, which rejects it."""
-    from ejkernel.kernels._triton.linear import TritonLinear
+    from ejkernel.kernels._triton.linear._platform import TritonLinear
 
     begin, count = time.monotonic(), 0
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_on_cpu) as pool:

@@ -17,12 +17,22 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ejkernel._device import Device, device_of
 from ejkernel.kernels._delta import checks
 from ejkernel.kernels._linear import checks as shared
 from ejkernel.kernels._linear.problem import state_dtype
+
+
+EPSILON = 1e-6  # of use_qk_l2norm
+
+
+def normalised(rows: jax.Array) -> jax.Array:
+    """Rows divided by their lengths."""
+    return rows * lax.rsqrt(jnp.sum(rows * rows, -1, keepdims=True) + EPSILON)
 
 
 @jax.tree_util.register_dataclass
@@ -116,6 +126,21 @@ class DeltaProblem:
     def output_dtype(self) -> np.dtype:
         """What a platform writes: query's dtype, or the state's when a traced scale is still to be applied."""
         return self.query.dtype if self.traced_scale is None else self.state_dtype
+
+    @property
+    def differentiable(self) -> dict[str, jax.Array]:
+        """Those of the arrays with a gradient that are given, by the names of linear attention: a gate per channel is gk."""
+        names = {"query": "query", "key": "key", "value": "value", "beta": "beta", "initial_state": "initial_state"}
+        names["gk" if self.per_channel else "g"] = "g"
+        given = {name: getattr(self, field) for name, field in names.items()}
+        return {name: x for name, x in given.items() if x is not None}
+
+    def normalised(self) -> DeltaProblem:
+        """The same call with query and key divided by their lengths here, if it asks for that, in their own dtype."""
+        if not self.use_qk_l2norm:
+            return self
+        q, k = (normalised(x.astype(self.state_dtype)).astype(x.dtype) for x in (self.query, self.key))
+        return dataclasses.replace(self, query=q, key=k, use_qk_l2norm=False)
 
     def finish(self, output: jax.Array) -> jax.Array:
         """A platform's output `[B, T, H, V]` as the user gets it: scaled if the scale was traced, in the rank that came."""

@@ -21,6 +21,7 @@ import numpy as np
 from ejkernel._device import Device, device_of
 from ejkernel.kernels._linear import checks
 
+DIFFERENTIABLE = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "initial_state")
 DECODED_TOKENS = 16  # the most that a call of a decoder has: one, or a few that are verified together
 
 
@@ -130,6 +131,12 @@ class LinearProblem:
             "split: gather the other axis first, with jax.sharding.reshard(x, jax.P(...)) that names None there."
         )
         return roles, (roles["value"], roles["initial_state"]), ("batch", "heads"), advice
+
+    @property
+    def differentiable(self) -> dict[str, jax.Array]:
+        """Those of the arrays with a gradient that are given."""
+        given = {name: getattr(self, name) for name in DIFFERENTIABLE}
+        return {name: x for name, x in given.items() if x is not None}
 
     def finish(self, output: jax.Array) -> jax.Array:
         """A platform's output `[B, T, H, V]` as the user gets it: scaled if the scale was traced, in the rank that came."""

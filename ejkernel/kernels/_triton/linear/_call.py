@@ -57,8 +57,10 @@ class Call:
 
     @property
     def dims(self) -> tuple[int, int, int, int, int]:
-        """(B, T, H, K, V)."""
-        return (*self.arrays["query"].shape, self.arrays["value"].shape[3])  # type: ignore[return-value]
+        """(B, T, H, K, V); H: the heads that have states, those of query, or of value in the delta rule."""
+        B, T, query_heads, K = self.arrays["query"].shape
+        value_heads, V = self.arrays["value"].shape[2:]
+        return B, T, max(query_heads, value_heads), K, V
 
     @property
     def sequences(self) -> int:
@@ -110,5 +112,5 @@ class Call:
         return self.plan.num_stages is None
 
     def per_head_dtype(self, x: Array) -> Any:
-        """What a kernel writes a gradient per query head in: the array's own dtype, or float32 when a group is summed after."""
+        """What a kernel writes a gradient per head in: the array's own dtype, or float32 when a group is summed after."""
         return x.dtype if heads(x) == self.dims[2] else np.float32

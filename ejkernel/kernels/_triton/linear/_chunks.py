@@ -93,6 +93,13 @@ class Segments:
         return cls._packed(cut, sequences, max(cut.plan.min_segment, cdiv(cut.count, wanted)))
 
     @classmethod
+    def whole(cls, cut: Chunks, sequences: int) -> Segments:
+        """One for each sequence."""
+        if cut.table is None:
+            return cls(cut.per_sequence, sequences, 1, None)
+        return cls._packed(cut, sequences, max(cut.count, 1))
+
+    @classmethod
     def _packed(cls, cut: Chunks, N: int, length: int) -> Segments:
         """With a column for every segment in the order in which they are started, the longest first, so that what the device
         ends with is short: segment (its place among `ends`), first chunk, chunks, sequence (-1: unused), place in the sequence,

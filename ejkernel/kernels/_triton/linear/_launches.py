@@ -15,8 +15,8 @@ from ejkernel._device import Device, on_device
 from ejkernel.callib import Launch, instead_of_launching
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
 from ejkernel.kernels._triton.linear._call import Call
-from ejkernel.kernels._triton.linear._plan import Plan
-from ejkernel.kernels._triton.linear._solve import DIFFERENTIABLE, gradients_along
+from ejkernel.kernels._triton.linear._plan import Plan, Problem
+from ejkernel.kernels._triton.linear._solve import gradients_along
 from ejkernel.kernels._triton.linear.routes import ROUTES, Route, route_of
 
 DEVICES = {80: "NVIDIA A100", 90: "NVIDIA H200"}
@@ -30,10 +30,9 @@ class Launches:
     backward: tuple[Launch, ...]
 
 
-def arrays_of(problem: LinearProblem) -> dict[str, Any]:
+def arrays_of(problem: Problem) -> dict[str, Any]:
     """The differentiable arrays of a problem, as shapes."""
-    given = {name: getattr(problem, name) for name in DIFFERENTIABLE}
-    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in given.items() if x is not None}
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in problem.differentiable.items()}
 
 
 def launches(route: Route, arrays: dict[str, Any], cu_seqlens: Any = None) -> Launches:
@@ -53,7 +52,7 @@ def launches(route: Route, arrays: dict[str, Any], cu_seqlens: Any = None) -> La
     return Launches(tuple(seen[:before]), tuple(seen[before:]))
 
 
-def does_not_fit(route: Route, problem: LinearProblem, capability: int) -> str | None:
+def does_not_fit(route: Route, problem: Problem, capability: int) -> str | None:
     """The reason why a kernel of the call, or of its gradient, does not compile for a GPU; None when all do.
 
     It compiles them, which a call would do as well: what is compiled here is not compiled again.

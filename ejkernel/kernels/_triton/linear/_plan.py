@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import is_interpreted, shared_memory_of
+from ejkernel.kernels._delta import DeltaProblem
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
 from ejkernel.kernels._triton.linear.kernels.decode_step import decode_steps
 
+Problem = LinearProblem | DeltaProblem  # chunks serve both recurrences
 GATES = ("g", "g_gamma", "gk", "gv")
 LEAST_CAPABILITY = 80
 INTERPRETED_AS = 90  # the interpreter knows no device: what it runs is planned for an H100 or H200
@@ -26,7 +28,7 @@ def interpreted() -> bool:
     return is_interpreted(decode_steps)
 
 
-def capability_of(problem: LinearProblem) -> int | None:
+def capability_of(problem: Problem) -> int | None:
     """The compute capability that a call is planned for; None where kernels would have to be compiled for no NVIDIA GPU."""
     capability = problem.device.capability
     return INTERPRETED_AS if capability is None and interpreted() else capability
@@ -69,12 +71,12 @@ class Plan:
     compare_all: int = COMPARE_ALL
 
     @classmethod
-    def of(cls, problem: LinearProblem, cfg: LinearConfig) -> Plan:
+    def of(cls, problem: Problem, cfg: LinearConfig) -> Plan:
         _, T, _, K, V = problem.shape
         operand, precision = _operands(problem)
         return cls(
             schedule=cfg.schedule,
-            gates=frozenset(name for name in GATES if getattr(problem, name) is not None),
+            gates=frozenset(GATES) & frozenset(problem.differentiable),
             K=K,
             V=V,
             C=max(16, min(cfg.block_q, 1 << max(0, T - 1).bit_length(), 128)),
@@ -115,7 +117,7 @@ class Plan:
         return any((self.block_d, self.num_warps, self.num_stages))
 
 
-def _operands(problem: LinearProblem) -> tuple[np.dtype, str]:
+def _operands(problem: Problem) -> tuple[np.dtype, str]:
     """bfloat16 inputs are multiplied as such. float16 ones as tf32, which has float16's digits and float32's range (a state
     may pass 65504); float32 ones as three tf32 products, whose sum has float32's digits."""
     dtypes = {x.dtype.name for x in (problem.query, problem.key, problem.value)}

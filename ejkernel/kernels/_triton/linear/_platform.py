@@ -1,29 +1,15 @@
-"""Linear attention on Triton as the rest of the library sees it: what it takes, refuses, chooses and computes."""
+"""Linear attention on Triton."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-
-import jax
-import jax.numpy as jnp
-
-from ejkernel.kernels._implementation import Implementation
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
-from ejkernel.kernels._linear.config import TILE_FIELDS, Schedule
-from ejkernel.kernels._linear.problem import DECODED_TOKENS
-from ejkernel.kernels._triton.linear._chunks import Array
-from ejkernel.kernels._triton.linear._launches import does_not_fit
-from ejkernel.kernels._triton.linear._plan import LEAST_CAPABILITY, ROWS, Plan, capability_of, interpreted
-from ejkernel.kernels._triton.linear._solve import DIFFERENTIABLE, solve_along
+from ejkernel.kernels._linear.config import Schedule
+from ejkernel.kernels._triton._recurrence import MAX_STEPS, TritonRecurrence
+from ejkernel.kernels._triton.linear._plan import ROWS, Plan
 from ejkernel.kernels._triton.linear.routes import Route, route_of
 
-MAX_CHANNELS = 512
-MAX_STEPS = DECODED_TOKENS  # tokens up to which one launch, step by step, beats chunks
-MOST = 12  # candidates of a call, the heuristic included
 
-
-class TritonLinear(Implementation[LinearProblem, LinearConfig]):
+class TritonLinear(TritonRecurrence[LinearProblem, LinearConfig]):
     """The recurrence with any gates on NVIDIA GPUs from compute capability 8.0.
 
     What a field of a configuration does:
@@ -39,83 +25,13 @@ class TritonLinear(Implementation[LinearProblem, LinearConfig]):
     `scan_rows_wide`, whose tiles are fixed.
     """
 
-    def supports(self, problem: LinearProblem) -> str | None:
-        """Why the kernels cannot take a call; None when they can."""
-        leaves = jax.tree.leaves(problem)
-        if not all(isinstance(n, int) for x in leaves for n in x.shape):
-            return "Triton kernels are compiled for sizes, and some of this call's are symbolic: platform='xla' takes those"
-        capability = capability_of(problem)
-        if capability is None or capability < LEAST_CAPABILITY:
-            least = f"{LEAST_CAPABILITY / 10}"
-            has = "is none" if capability is None else f"has {capability / 10}"
-            return f"Triton kernels need an NVIDIA GPU of compute capability {least} or newer; {problem.device} {has}"
-        if any(x.dtype == jnp.float64 for x in leaves):
-            return "Triton kernels sum in float32; float64 is for platform='xla'"
-        _, _, _, K, V = problem.shape
-        if max(K, V) > MAX_CHANNELS:
-            return f"key and value channels go up to {MAX_CHANNELS}; got {K} and {V}"
-        return None
+    max_channels = 512
+    rows = ROWS
 
-    def refuses(self, problem: LinearProblem, cfg: LinearConfig) -> str | None:
-        """Why the kernels do not run with a configuration: a field that they cannot follow, or that nothing would read.
-
-        Tiles that no candidate names are compiled to see whether they fit; a call compiles them no second time.
-        """
-        if cfg.block_q not in ROWS:
-            return f"block_q must be one of {', '.join(map(str, ROWS))} on triton; got {cfg.block_q}"
-        route = _route(problem, cfg)
-        reason = route.refuses(cfg)
-        capability = problem.device.capability
-        if reason is None and capability is not None and not interpreted() and not _known_to_fit(route, cfg):
-            reason = does_not_fit(route, problem, capability)
-        return reason
+    def taken(self, problem: LinearProblem, cfg: LinearConfig) -> Route:
+        return route_of(Plan.of(problem, cfg))
 
     def heuristic(self, problem: LinearProblem) -> LinearConfig:
         """From measurements on an H200 (benchmarks/NOTES_gpu.md)."""
         schedule: Schedule = "recurrent" if problem.shape[1] <= MAX_STEPS else "chunked"
         return LinearConfig(schedule=schedule, block_q=64, platform="triton", backend="gpu")
-
-    def candidates(self, problem: LinearProblem) -> list[LinearConfig]:
-        """The heuristic first, then at most `MOST` - 1 others; none that is refused or whose tiles exceed the channels.
-
-        They differ from the heuristic in one or two fields each and fit an A100's and an H100's shared memory.
-        """
-        first = self.heuristic(problem)
-        _, T, _, K, V = problem.shape
-        sizes = {"block_k": K, "block_d": V}
-        small = lambda change: all(change.get(n, 16) <= max(16, 1 << (size - 1).bit_length()) for n, size in sizes.items())
-        changes = _route(problem, first).changes()
-        found = [first, *(dataclasses.replace(first, **change) for change in changes if small(change))]
-        if MAX_STEPS < T <= 4 * MAX_STEPS:
-            found.append(dataclasses.replace(first, schedule="recurrent"))
-        legal = [cfg for cfg in dict.fromkeys(found) if cfg is first or self.refuses(problem, cfg) is None]
-        return legal[:MOST]
-
-    def route(self, problem: LinearProblem, cfg: LinearConfig) -> str:
-        return _route(problem, cfg).name
-
-    def solve(self, problem: LinearProblem, cfg: LinearConfig) -> tuple[Array, Array]:
-        """(output in `problem.output_dtype`, final state)."""
-        B, T, H, K, V = problem.shape
-        if T == 0 or B == 0:
-            state = problem.initial_state
-            empty = jnp.zeros((B, T, H, V), problem.output_dtype)
-            return empty, jnp.zeros((problem.sequences, H, K, V), problem.state_dtype) if state is None else state
-        arrays = {name: getattr(problem, name) for name in DIFFERENTIABLE if getattr(problem, name) is not None}
-        return solve_along(_route(problem, cfg), arrays, problem.cu_seqlens)
-
-    def versions(self) -> Mapping[str, str]:
-        import triton
-
-        return {"triton": triton.__version__}
-
-
-def _known_to_fit(route: Route, cfg: LinearConfig) -> bool:
-    """Whether a configuration names no tiles, or those of a candidate."""
-    named = {name: getattr(cfg, name) for name in TILE_FIELDS if getattr(cfg, name) is not None}
-    offered = [{name: value for name, value in change.items() if name in TILE_FIELDS} for change in route.changes()]
-    return not named or named in offered
-
-
-def _route(problem: LinearProblem, cfg: LinearConfig) -> Route:
-    return route_of(Plan.of(problem, cfg))

@@ -14,11 +14,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 FORWARD = (
-    "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) of linear attention needs platform='xla': "
+    "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) of this operation needs platform='xla': "
     "the triton platform has reverse mode only."
 )
 SECOND = (
-    "the gradient of a gradient of linear attention needs platform='xla': the triton platform's gradient has no derivative."
+    "the gradient of a gradient of this operation needs platform='xla': the triton platform's gradient has no derivative."
 )
 
 _marked_p = Primitive("reverse_mode_only")

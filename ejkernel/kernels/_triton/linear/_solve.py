@@ -19,11 +19,9 @@ from ejkernel.kernels._triton.linear._plan import COMPARE_ALL
 from ejkernel.kernels._triton.linear._reverse_only import differentiable_once, not_differentiable
 from ejkernel.kernels._triton.linear.routes import Route
 
-DIFFERENTIABLE = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "initial_state")
-
 
 def solve_along(route: Route, arrays: dict[str, Array], cu_seqlens: Array | None) -> tuple[Array, Array]:
-    """(output [B, T, H, V], final state [N, H, K, V]); arrays: those of `DIFFERENTIABLE` that are given."""
+    """(output [B, T, H, V], final state [N, H, K, V]); arrays: those of a problem's `differentiable`."""
     # Under `shard_map` an array that is the same on all shards is made to vary like the others first: the gradient of that step
     # is the sum over the shards, which the array's own type asks for.
     axes = varying_axes(*arrays.values(), *(() if cu_seqlens is None else (cu_seqlens,)))

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel._varying import vary, varying_axes
+from ejkernel.kernels._delta.problem import normalised
 from ejkernel.kernels._xla.gated_delta_rule import _channel_gate, _chunk, _head_gate
 from ejkernel.kernels._xla.gated_delta_rule._layout import Layout, Place
 from ejkernel.kernels._xla.linear._products import Matmul
@@ -23,7 +24,6 @@ from ejkernel.kernels._xla.linear._products import Matmul
 Array = jax.Array
 Arrays = Mapping[str, Array]  # query, key, value, beta, and those of g, initial_state that are given
 PER_TOKEN = ("query", "key", "value", "beta", "g")
-EPSILON = 1e-6  # of use_qk_l2norm
 UNROLLED_STEPS = 4
 
 
@@ -57,7 +57,7 @@ class Plan:
         return self.key(rows) * self.scale
 
     def key(self, rows: Array) -> Array:
-        return rows * lax.rsqrt(jnp.sum(rows * rows, -1, keepdims=True) + EPSILON) if self.use_qk_l2norm else rows
+        return normalised(rows) if self.use_qk_l2norm else rows
 
 
 def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: bool) -> tuple[Array, ...]:

@@ -14,7 +14,7 @@ from ejkernel.kernels._triton.linear.kernels.tiles import program_at
 
 
 @triton.jit
-def _row(x, token, head, c, HEADS: tl.constexpr, D: tl.constexpr):
+def row_at(x, token, head, c, HEADS: tl.constexpr, D: tl.constexpr):
     return tl.load(x + (token * HEADS + head) * D + c, mask=c < D, other=0.0).to(tl.float32)
 
 
@@ -46,9 +46,9 @@ def decode_steps(
     if SIGN == -1:
         token = low + count - 1
     for _ in range(count):
-        bq = _row(q, token, head, a, H, K) * scale  # [BK]
-        bk = _row(k, token, head // (H // HK), a, HK, K)  # [BK]
-        bv = _row(v, token, head // (H // HK), b, HK, V)  # [BV]
+        bq = row_at(q, token, head, a, H, K) * scale  # [BK]
+        bk = row_at(k, token, head // (H // HK), a, HK, K)  # [BK]
+        bv = row_at(v, token, head // (H // HK), b, HK, V)  # [BV]
         if (gs is not None) or (gamma is not None):
             log = 0.0
             if gs is not None:
@@ -57,9 +57,9 @@ def decode_steps(
                 log += tl.load(gamma + seq * H + head).to(tl.float32)
             S *= tl.exp(log)
         if gk is not None:
-            S *= tl.exp(_row(gk, token, head // (H // HGK), a, HGK, K))[:, None]
+            S *= tl.exp(row_at(gk, token, head // (H // HGK), a, HGK, K))[:, None]
         if gv is not None:
-            S *= tl.exp(_row(gv, token, head // (H // HGV), b, HGV, V))[None, :]
+            S *= tl.exp(row_at(gv, token, head // (H // HGV), b, HGV, V))[None, :]
         S += bk[:, None] * bv[None, :]
         bo = tl.sum(bq[:, None] * S, 0)  # [BV]
         tl.store(o + (token * H + head) * V + b, bo.to(o.dtype.element_ty), mask=b < V)

@@ -206,7 +206,7 @@ def _axis_of_chunk(
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 64
     DT: tl.constexpr = M.dtype.element_ty
@@ -312,6 +312,9 @@ def _axis_of_chunk(
     at = (token * H + head) * D + (blk * (8 * SIGN * H * D) + c)
     for t in tl.static_range(8):
         step = t * (SIGN * H * D)
+        if JOINED:
+            dys = _put(dys, t, dys[t] + dxs[t] + _row(dy + at + step, blk * 8 + t, rows, c, D, BD, EVEN))
+            dgs = _put(dgs, t, dgs[t] + _row(dg + at + step, blk * 8 + t, rows, c, D, BD, EVEN))
         if dx is not None:
             _store_row(dx + at + step, dxs[t], blk * 8 + t, rows, c, D, BD, EVEN)
         if dy is not None:
@@ -328,7 +331,7 @@ def gated_axis(
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, JOINED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Programs: tiles of BD own channels * groups of GROUP of COUNT chunks * heads.
 
@@ -343,7 +346,8 @@ def gated_axis(
 
     starts, ends [chunks, H, SPLIT, K, V]: state before, adjoint after each chunk; STRIDE and STRIDE2 are the own and the
     other channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the scores, which
-    costs registers and hides the time of a long loop over them. filled_*: memory shared with the outputs.
+    costs registers and hides the time of a long loop over them. filled_*: memory shared with the outputs. JOINED: x is y, dx is
+    None, and the gradients of both are added to what dy holds, as the gate's is to dg.
     """
     TILES: tl.constexpr = (D + BD - 1) // BD
     tile, head, unit = program_at(TILES, H)
@@ -359,5 +363,5 @@ def gated_axis(
                 _axis_of_chunk(
                     x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, chunk_decay2, starts, ends, token, rows, seq,
                     head, index, tile * BD, scale, dx, dy, dg, H, HX, HY, HG, HGS, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
-                    SIGN, EVEN, PREC, SPLIT, STAGES, STATES_FIRST,
+                    SIGN, EVEN, PREC, SPLIT, STAGES, STATES_FIRST, JOINED,
                 )  # fmt: skip

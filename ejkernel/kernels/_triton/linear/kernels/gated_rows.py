@@ -59,8 +59,8 @@ def _double(fq, fk, total, AXIS: tl.constexpr):
 def _rows_of_chunk(
     q, k, g, gs, gamma, token, rows, seq, head, index, scale,
     A, A_low, qd, kd, chunk_decay, block_decays,
-    H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, BK: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 64
     DT: tl.constexpr = kd.dtype.element_ty
@@ -72,17 +72,17 @@ def _rows_of_chunk(
     chunk_row = (r & 3) * 16 + (r >> 2)
     c = tl.arange(0, BK)
     c = ((c // VEC) * VEC + c % VEC)[None, :]  # = c, but hides contiguity beyond VEC from the coalescing pass
-    cq = c + ((r & 3) * (16 * SIGN * H * K))[:, None]
+    cq = c + ((r & 3) * (16 * SIGN * HQ * K))[:, None]
     ck = c + ((r & 3) * (16 * SIGN * HK * K))[:, None]
     cg = c + ((r & 3) * (16 * SIGN * HG * K))[:, None]
     cd = c + ((r & 3) * (16 * KP))[:, None]
-    oq = ((r >> 2) * (SIGN * H * K))[:, None]  # added last: a constant for each register, so an immediate offset
+    oq = ((r >> 2) * (SIGN * HQ * K))[:, None]  # added last: a constant for each register, so an immediate offset
     ok = ((r >> 2) * (SIGN * HK * K))[:, None]
     og = ((r >> 2) * (SIGN * HG * K))[:, None]
     od = ((r >> 2) * KP)[:, None]
     inside = (chunk_row < rows)[:, None]
     if q is not None:
-        q += (token * H + head) * K
+        q += (token * HQ + head // (H // HQ)) * K
     k += (token * HK + head // (H // HK)) * K
     g += (token * HG + head // (H // HG)) * K
     x = r[:, None] ^ r[None, :]
@@ -171,8 +171,8 @@ def _rows_of_chunk(
 def gated_rows(
     q, k, g, gs, gamma, chunks, weak, scale, T, NT, COUNT, filled_A, filled_A_low, filled_qd, filled_kd, filled_chunk_decay,
     A, A_low, qd, kd, chunk_decay, block_decays,
-    H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, BK: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Programs: groups of GROUP of COUNT chunks * heads. Chunks that are `weak` [chunks, H] are done already, in this memory.
 
@@ -193,5 +193,5 @@ def gated_rows(
             if (rows > 0) & (tl.load(weak + index) == 0):
                 _rows_of_chunk(
                     q, k, g, gs, gamma, token, rows, seq, head, index, scale, A, A_low, qd, kd, chunk_decay, block_decays, H,
-                    HK, HG, HGS, K, KP, BK, SIGN, EVEN, SPLIT,
+                    HQ, HK, HG, HGS, K, KP, BK, SIGN, EVEN, SPLIT,
                 )  # fmt: skip

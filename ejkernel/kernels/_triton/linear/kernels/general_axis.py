@@ -151,7 +151,7 @@ def general_gated_axis(
     HG2: tl.constexpr, HGS: tl.constexpr, FOLD: tl.constexpr, FOLD2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
     BD: tl.constexpr, B2: tl.constexpr, TILES: tl.constexpr, STRIDE: tl.constexpr, STRIDE2: tl.constexpr, C: tl.constexpr,
     PARTS: tl.constexpr, LEVELS: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
-    GATE_PARTS: tl.constexpr, STAGES: tl.constexpr,
+    GATE_PARTS: tl.constexpr, STAGES: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
     """Programs: parts * groups of TILES own tiles * chunks * heads. Forward: x, ends, dy and dg are None, dx is the output.
 
@@ -159,7 +159,8 @@ def general_gated_axis(
     the middle of a chunk is made from the one at the chunk's end and the other part's rows.
     A2 [chunks, H, PARTS * C, PARTS * C]: the other axis' scores, or None where it has no gate. starts, ends
     [chunks, H, K, V]: state before, adjoint after each chunk; STRIDE and STRIDE2 are the own and the other channel's
-    strides in them. dx, dy [tokens, H, D]; dg [tokens, H, D] is the gradient of the axis' log decays.
+    strides in them. dx, dy [tokens, H, D]; dg [tokens, H, D] is the gradient of the axis' log decays. STRICT: no row has a
+    score with itself. With dy but without ends the adjoint after the chunk is 0.
     """
     GROUPS: tl.constexpr = (D + BD * TILES - 1) // (BD * TILES)
     part_and_group, head, s = program_at(PARTS * GROUPS, H)
@@ -179,6 +180,8 @@ def general_gated_axis(
         A2, x2, y2, token, rows, index, head, part, scale_scores, H, HX2, HY2, D2, B2, C, PARTS, SIGN, EVEN, DT, PREC
     )
     same = tl.sum(tl.where(t == u, M, 0.0), 0)  # [C]: scores of a row with itself, which nothing decays
+    if STRICT:
+        same *= 0.0
     M = tl.where(t > u, M, 0.0)
     M = (M + tl.trans(M)).to(DT)  # symmetric: the same score at (t, s) and (s, t)
     for tile in range(TILES):
@@ -218,7 +221,10 @@ def general_gated_axis(
             S = load_state(starts, index, col, c, D, D2, STRIDE, STRIDE2, BD, B2)  # [BD, B2]
             if dy is not None:
                 by2 = load_rows(y2, token, rows, head // (H // HY2), c, HY2, D2, C, B2, SIGN, EVEN)
-                dS = load_state(ends, index, col, c, D, D2, STRIDE, STRIDE2, BD, B2)
+                if ends is not None:
+                    dS = load_state(ends, index, col, c, D, D2, STRIDE, STRIDE2, BD, B2)
+                else:
+                    dS = tl.zeros([BD, B2], starts.dtype.element_ty)
             if g2 is not None:
                 lg2 = channel_log_decay(g2, gs, gamma, token, rows, seq, head, c, FOLD2, H, HG2, HGS, D2, C, B2, SIGN, EVEN)
                 bx2 = bx2.to(tl.float32) * tl.exp(sums(upto(C), lg2, GATE_PARTS))

@@ -187,7 +187,7 @@ def _scores(
 
 
 @triton.jit
-def _sum_before(a_before, a, b_before, b):
+def sum_before(a_before, a, b_before, b):
     """Joins (the sum of all but the last element, the last element) of two neighbours: a scan of it leaves a row's own out."""
     return a_before + a + b_before, b
 
@@ -288,7 +288,7 @@ def head_gate_backward(
         # The decay of row r is in what every row t >= r reads, of the state and of rows s < r, in what the state keeps of every
         # row before r, and in what passes through the whole chunk. Where a score (t, s) is not counted by itself (EXACT) it
         # counts at t and, negative, at s, by the very same products: of scores from r on only rounding is left in the sum.
-        kept_before, _ = tl.associative_scan((tl.zeros([C], tl.float32), at_suffix), 0, _sum_before)
+        kept_before, _ = tl.associative_scan((tl.zeros([C], tl.float32), at_suffix), 0, sum_before)
         dlog = tl.cumsum(balance, 0, reverse=True) + kept_before + through * kept
         if EXACT:
             dlog += of_scores

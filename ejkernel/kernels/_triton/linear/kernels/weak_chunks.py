@@ -37,7 +37,7 @@ from ejkernel.kernels._triton.linear.kernels.tiles import (
 
 
 @triton.jit
-def _from_middle(logs, GATE_PARTS: tl.constexpr):
+def from_middle(logs, GATE_PARTS: tl.constexpr):
     """(c - m [C, BD], exp(m) [BD]) of log decays [C, BD]."""
     c = sums(upto(logs.shape[0]), logs, GATE_PARTS)
     m = tl.sum(logs, 0) * 0.5
@@ -76,14 +76,16 @@ def find_weak_chunks(
 @triton.jit
 def weak_rows(
     q, k, g, gs, gamma, chunks, scale, T, NT,
-    A, A_low, qd, kd, chunk_decay, weak,
-    H: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, GATE_PARTS: tl.constexpr, SPLIT: tl.constexpr, LIMIT: tl.constexpr,
+    A, A_low, qd, kd, M, M_low, kp, chunk_decay, weak,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, BK: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, GATE_PARTS: tl.constexpr, SPLIT: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Programs: chunks * heads. `gated_rows` for weakly gated chunks.
 
     weak [chunks, H]: 1 where the chunk is, else 0: what is left of it then may be anything, and `gated_rows` writes over it.
-    (Looking first and returning would read the gates twice, one wait after the other.)
+    (Looking first and returning would read the gates twice, one wait after the other.) M, M_low, kp: what A, A_low and qd are
+    of queries, of keys in their place with a scale of 1; None where nobody asks.
     """
     C: tl.constexpr = 64
     DT: tl.constexpr = kd.dtype.element_ty
@@ -96,16 +98,22 @@ def weak_rows(
         return
     r = tl.arange(0, C)
     scores = tl.zeros([C, C], tl.float32)
+    of_keys = tl.zeros([C, C], tl.float32)
     span = 0.0
     for col in range(0, KP, BK):
         bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN)
         if q is not None:
-            bq = load_rows(q, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
+            bq = load_rows(q, token, rows, head // (H // HQ), col, HQ, K, C, BK, SIGN, EVEN)
         logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, K, C, BK, SIGN, EVEN)  # [C, BK]
         span = tl.maximum(span, tl.max(tl.sum(tl.abs(logs), 0), 0))
-        c, half = _from_middle(logs, GATE_PARTS)
-        bk = bk.to(tl.float32) * exp_of_log(-c)
+        c, half = from_middle(logs, GATE_PARTS)
         at = r[:, None] * KP + (col + tl.arange(0, BK))[None, :]
+        if kp is not None:
+            read = bk.to(tl.float32) * exp_of_log(c)
+            store_split(kp, index * SPLIT, C * KP, at, read * half[None, :], SPLIT)
+        bk = bk.to(tl.float32) * exp_of_log(-c)
+        if kp is not None:
+            of_keys = tl.dot(read, tl.trans(bk), of_keys, input_precision="tf32")
         store_split(kd, index * SPLIT, C * KP, at, bk * half[None, :], SPLIT)
         if q is not None:
             bq = bq.to(tl.float32) * (exp_of_log(c) * scale)
@@ -122,6 +130,11 @@ def weak_rows(
         tl.store(A + at, scores.to(DT))
         if A_low is not None:
             tl.store(A_low + at, low_part(scores, scores.to(DT)))
+    if kp is not None:
+        of_keys = tl.where(r[:, None] >= r[None, :], of_keys, 0.0)
+        at = index * (C * C) + (r[:, None] * C + r[None, :])
+        tl.store(M + at, of_keys.to(DT))
+        tl.store(M_low + at, low_part(of_keys, of_keys.to(DT)))
     tl.store(weak + index, (span <= LIMIT).to(tl.int32))
 
 
@@ -186,7 +199,7 @@ def weak_axis(
     M = tl.where(r[:, None] >= r[None, :], M, 0.0) * scale
     M_low = low_part(M, M.to(DT))
     M = M.to(DT)
-    c, half = _from_middle(
+    c, half = from_middle(
         channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, D, C, BD, SIGN, EVEN), GATE_PARTS
     )  # [C, BD], [BD]
     fy = load_rows(y, token, rows, head // (H // HY), col, HY, D, C, BD, SIGN, EVEN).to(tl.float32) * exp_of_log(-c)

@@ -17,7 +17,7 @@ from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._plan import gate_parts, tile
-from ejkernel.kernels._triton.linear.kernels import gated_axis, weak_chunks
+from ejkernel.kernels._triton.linear.kernels import gated_axis, other_axis, weak_chunks
 from ejkernel.kernels._triton.linear.routes.route import Gradients
 from ejkernel.kernels._triton.linear.routes.rows import GatedRows, GateRange
 
@@ -124,8 +124,11 @@ class AxisLaunch:
             **common,
         )  # fmt: skip
 
-    def elsewhere(self, filled: dict[str, Array]) -> dict[str, Array]:
-        """dx, dy, dg in the chunks that are not weakly gated; filled: with the others already in them."""
+    def elsewhere(self, filled: dict[str, Array], joined: bool = False) -> dict[str, Array]:
+        """dx, dy, dg in the chunks that are not weakly gated; filled: with the others already in them.
+
+        joined: x is y, and what is found is added to what dy and dg hold.
+        """
         common, chunks = self._common(), self.call.chunks
         H, D, D2 = common["H"], common["D"], common["D2"]
         BD = self.own.block(self.call) or 32
@@ -138,7 +141,7 @@ class AxisLaunch:
         return triton_call(
             arguments=arguments, out_shape=self.out, kernel=gated_axis.gated_axis,
             grid=(cdiv(D, BD) * cdiv(chunks.count, group) * H,), BD=BD, B2=tile(D2, 128), GROUP=group,
-            STAGES=1 if D2 <= 128 else 2, STATES_FIRST=D2 > 128 or split, num_warps=8,
+            STAGES=1 if D2 <= 128 else 2, STATES_FIRST=D2 > 128 or split, JOINED=joined, num_warps=8,
             maxnreg=None if split else 128,  # split 4.9 ms instead of 6.0, and 7.5 with the states last
             input_output_aliases={f"filled_{name}": name for name in filled}, **common,
         )  # fmt: skip
@@ -161,7 +164,7 @@ class AxisLaunch:
         call, own, other, rows = self.call, self.own, self.other, self.other_rows
         plan, H = call.plan, call.dims[2]
         return {
-            "H": H, "HX": H, "HY": heads(own.y), "HG": heads(own.gate), "HGS": heads(call.get("g") if own.of_keys else None),
+            "H": H, "HX": heads(own.x) if own.of_keys else H, "HY": heads(own.y), "HG": heads(own.gate), "HGS": heads(call.get("g") if own.of_keys else None),
             "HX2": H, "HY2": heads(other.y), "D": own.y.shape[3], "D2": other.y.shape[3],
             "P2": 0 if rows is None else rows.chunk_decay.shape[2], "STRIDE": own.stride, "STRIDE2": other.stride,
             "SIGN": plan.sign, "EVEN": call.chunks.even, "PREC": plan.precision, "SPLIT": 1 if rows is None else 2,
@@ -173,3 +176,13 @@ def blocked_shapes(call: Call, split: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Of scores in block order, as `gated_axis` reads those of the other axis."""
     n, H = call.chunks.count, call.dims[2]
     return {"M": shape((n, H, split, 64, 64), call.plan.operand), "within_blocks": shape((n, H, 8, 8, 8), np.float32)}
+
+
+def scores_in_blocks(call: Call, x: Array, y: Array, weak: Array, scale: float, *, strict: bool = False) -> dict[str, Array]:
+    """scale * x y^T of value channels without a gate, in those chunks that are not weakly gated; strict: 0 on the diagonal."""
+    H, D, chunks = call.dims[2], y.shape[3], call.chunks
+    return triton_call(
+        arguments={"x": x, "y": y, "weak": weak, "scale": scale, **chunks.arguments}, out_shape=blocked_shapes(call, 1),
+        kernel=other_axis.scores_in_blocks, grid=(chunks.count * H,), H=H, HX=heads(x), HY=heads(y), D=D, BD=tile(D, 128),
+        SIGN=call.plan.sign, EVEN=chunks.even, PREC=call.plan.precision, STRICT=strict, num_warps=4, num_stages=1,
+    )  # fmt: skip

@@ -36,28 +36,28 @@ class General(Route):
         _, k, v = call.query_key_value
         states, final = scan_states(call, k, v, call.get("initial_state"))
         keys, values = axes(call, None)
-        scores = _scores(call, keys)
-        output = _axis(call, values, keys, scores, states, None, output_alone(call))["dx"]
+        scores = scores_of_axis(call, keys)
+        output = one_axis(call, values, keys, scores, states, None, output_alone(call))["dx"]
         return output, final, {"states": states, "scores": scores} if keep else {}
 
     def recomputed(self, call: Call) -> Saved:
         _, k, v = call.query_key_value
-        return {"states": scan_states(call, k, v, call.get("initial_state"))[0], "scores": _scores(call, axes(call, None)[0])}
+        return {"states": scan_states(call, k, v, call.get("initial_state"))[0], "scores": scores_of_axis(call, axes(call, None)[0])}
 
     def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
         ends, dinitial = scan_states(call, call.arrays["query"], do, dfinal, adjoint=True)
         keys, values = axes(call, do)
         of_keys, of_values = gradients_of_axes(call)
         states = saved["states"]
-        dkeys = _axis(call, keys, values, _scores(call, values), states, ends, of_keys)
-        dvalues = _axis(call, values, keys, saved["scores"], states, ends, of_values)
+        dkeys = one_axis(call, keys, values, scores_of_axis(call, values), states, ends, of_keys)
+        dvalues = one_axis(call, values, keys, saved["scores"], states, ends, of_values)
         return gradients(call, dkeys, dvalues, dinitial)
 
     def changes(self) -> Changes:
         return VALUE_CHANGES if "gv" in self.plan.gates else KEY_CHANGES
 
 
-def _scores(call: Call, own: Axis) -> Array | None:
+def scores_of_axis(call: Call, own: Axis) -> Array | None:
     """The intra-chunk scores [chunks, H, C, C] of an axis with a gate; None for one without, whose scores need no kernel."""
     if own.gate is None:
         return None
@@ -77,23 +77,28 @@ def _scores(call: Call, own: Axis) -> Array | None:
     return found["A"]
 
 
-def _axis(
-    call: Call, own: Axis, other: Axis, other_scores: Array | None, starts: Array, ends: Array | None, out: Outputs
-) -> dict[str, Array]:
-    """`general_gated_axis`, or `ungated_axis` for an axis without a gate: those of dx, dy, dg that `out` asks for."""
+def one_axis(
+    call: Call, own: Axis, other: Axis, other_scores: Array | None, starts: Array, ends: Array | None, out: Outputs,
+    strict: bool = False,
+) -> dict[str, Array]:  # fmt: skip
+    """`general_gated_axis`, or `ungated_axis` for an axis without a gate: those of dx, dy, dg that `out` asks for.
+
+    strict: no row has a score with itself.
+    """
     plan, H, chunks = call.plan, call.dims[2], call.chunks
     D, D2 = own.y.shape[3], other.y.shape[3]
     wide = 64 if plan.bfloat16 else 32
     BD = own.block(call) or tile(D, wide if own.gate is not None else 2 * wide)
     B2 = other.block(call) or tile(D2, wide)
+    scale = own.scale * other.scale  # that of the key channels: the value channels' is 1
     tiles = cdiv(D, BD)
     programs = cdiv(D, BD * tiles) * chunks.count * H
     arguments = {
         "x": own.x if out["dy"] is not None else None, "y": own.y, "x2": other.x, "y2": other.y, "g2": other.gate,
         "A2": other_scores, "gs": call.get("g"), "gamma": call.get("g_gamma"), "starts": starts, "ends": ends,
-        "scale": plan.scale,
+        "scale": scale,
         # Scores of the key channels are scaled already.
-        "scale_scores": 1.0 if other_scores is not None and other.of_keys else plan.scale, **chunks.arguments,
+        "scale_scores": 1.0 if other_scores is not None and other.of_keys else scale, **chunks.arguments,
     }  # fmt: skip
     constants: dict[str, Any] = dict(
         call.constants(), HX=heads(own.x), HY=heads(own.y), HX2=heads(other.x), HY2=heads(other.y), HG2=heads(other.gate),
@@ -110,5 +115,5 @@ def _axis(
     return triton_call(
         arguments={**arguments, "g": own.gate}, out_shape=out, kernel=general_axis.general_gated_axis,
         grid=(parts * programs,), HG=heads(own.gate), FOLD=own.with_head_gates, LEVELS=C.bit_length() - 1,
-        STAGES=plan.num_stages or 1, PARTS=parts, **{**constants, "C": C},
+        STAGES=plan.num_stages or 1, PARTS=parts, STRICT=strict, **{**constants, "C": C},
     )  # fmt: skip

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from ejkernel.callib import triton_call
-from ejkernel.kernels._triton.linear._call import Call, heads
+from ejkernel.kernels._triton.linear._call import Call
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._plan import Plan, tile
-from ejkernel.kernels._triton.linear.kernels import other_axis
-from ejkernel.kernels._triton.linear.routes.axis import AxisLaunch, axes, blocked_shapes, gradients, gradients_of_axes
+from ejkernel.kernels._triton.linear.routes.axis import AxisLaunch, axes, gradients, gradients_of_axes, scores_in_blocks
 from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
 from ejkernel.kernels._triton.linear.routes.rows import GatedRows, padded, rows_of_keys
 from ejkernel.kernels._triton.linear.routes.scans import scan_rows, wide_tiles
@@ -57,20 +55,9 @@ class KeyGate(Route):
         )
         own, other = axes(call, do)
         of_keys, _ = gradients_of_axes(call)
-        blocked = self._blocked_scores(call, do, rows)
+        blocked = scores_in_blocks(call, do, call.arrays["value"], rows.gates.weak, call.plan.scale)
         keys = AxisLaunch(call, own, other, rows.gates, None, blocked, saved["states"], scanned.states, of_keys).everywhere()
         return gradients(call, keys, {"dy": scanned.output}, scanned.final)
-
-    def _blocked_scores(self, call: Call, do: Array, rows: GatedRows) -> dict[str, Array]:
-        """The scores of the value channels, do v^T, in those chunks that are not weakly gated."""
-        plan, (_, _, H, _, V), chunks = call.plan, call.dims, call.chunks
-        v = call.arrays["value"]
-        return triton_call(
-            arguments={"x": do, "y": v, "weak": rows.gates.weak, "scale": plan.scale, **chunks.arguments},
-            out_shape=blocked_shapes(call, 1), kernel=other_axis.scores_in_blocks, grid=(chunks.count * H,), H=H, HX=H,
-            HY=heads(v), D=V, BD=tile(V, 128), SIGN=plan.sign, EVEN=chunks.even, PREC=plan.precision, num_warps=4,
-            num_stages=1,
-        )  # fmt: skip
 
     def changes(self) -> Changes:
         return CHANGES

@@ -16,7 +16,7 @@ Changes = Sequence[dict[str, Any]]  # fields of a configuration
 
 
 class Gradients(NamedTuple):
-    """Gradients per query head [B, T, H, ...]; None where there is no such argument."""
+    """Gradients per head [B, T, H, ...]; None where there is no such argument."""
 
     query: Array
     key: Array
@@ -25,6 +25,7 @@ class Gradients(NamedTuple):
     log_decay: Array | None = None  # [B, T, H]: of the log decay that g and g_gamma add up to
     gk: Array | None = None
     gv: Array | None = None
+    beta: Array | None = None  # of the delta rule
 
 
 @dataclasses.dataclass(frozen=True)

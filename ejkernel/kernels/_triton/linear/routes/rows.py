@@ -13,11 +13,22 @@ from ejkernel.kernels._triton.linear._plan import gate_parts, tile
 from ejkernel.kernels._triton.linear.kernels import gated_rows, weak_chunks
 
 
+NAMES = ("A", "A_low", "qd", "kd", "chunk_decay")  # of what `gated_rows` fills in
+
+
 class GateRange(NamedTuple):
     """How far the log decays of a gate per channel reach in each chunk."""
 
     weak: Array  # [chunks, H]: 1 where the chunk is weakly gated
     block_decays: Array | None  # [chunks, H, 8, D]: the decay of each block of 8 rows, of the other chunks
+
+
+class KeyRows(NamedTuple):
+    """What the delta rule needs besides: of keys what a gated axis' rows have of queries."""
+
+    scores: Array  # [chunks, H, 64, 64]: of keys with keys
+    scores_low: Array
+    yd: Array  # [chunks, H, 1, 64, P]: keys times the decays up to each row
 
 
 class GatedRows(NamedTuple):
@@ -32,6 +43,7 @@ class GatedRows(NamedTuple):
     yd: Array  # [chunks, H, split, 64, P]: y times the decays after each row
     chunk_decay: Array  # [chunks, H, P]
     gates: GateRange
+    keys: KeyRows | None = None
 
     def as_arguments(self, *, low: bool, adjoint: bool = False) -> dict[str, Array | None]:
         """What `scans.scan_rows` reads; low: with the scores' low part."""
@@ -62,9 +74,9 @@ def rows_of_values(call: Call, do: Array | None, *, block_decays: bool) -> Gated
 
 def rows_of_axis(
     call: Call, x: Array | None, y: Array, gate: Array, scale: float, *, g: Array | None, g_gamma: Array | None,
-    block_decays: bool, low: bool = False, split: int = 1,
+    block_decays: bool, low: bool = False, split: int = 1, of_keys: bool = False,
 ) -> GatedRows:  # fmt: skip
-    """Gated rows of an axis; without x only what the states and the axis' own rows need.
+    """Gated rows of an axis; without x only what the states and the axis' own rows need, of_keys: with `KeyRows`.
 
     With a split of 2 rows and scores are high and low part of bfloat16: what is made of them has only its own rounding.
     """
@@ -75,25 +87,46 @@ def rows_of_axis(
         "A": None if x is None else scores, "A_low": scores if x is not None and (low or split == 2) else None,
         "qd": None if x is None else rows, "kd": rows, "chunk_decay": shape((count, H, P), np.float32),
     }  # fmt: skip
+    keys = dict.fromkeys(("M", "M_low", "kp")) if not of_keys else {"M": scores, "M_low": scores, "kp": rows}
     arguments = {"q": x, "k": y, "g": gate, "gs": g, "gamma": g_gamma, "scale": scale, **chunks.arguments}
     common: dict[str, Any] = {
-        "H": H, "HK": heads(y), "HG": heads(gate), "HGS": heads(g), "K": D, "KP": P, "SIGN": plan.sign, "EVEN": chunks.even,
+        "H": H, "HQ": heads(x), "HK": heads(y), "HG": heads(gate), "HGS": heads(g), "K": D, "KP": P, "SIGN": plan.sign, "EVEN": chunks.even,
         "SPLIT": split, "num_stages": 1,
     }  # fmt: skip
     BK = 128 if P > 128 else 64  # more at a time when there are several turns: 0.159 against 0.170 ms with 256 channels
-    few_registers = BK == 64 and split == 1  # in two parts 0.209 ms without a limit, 0.228 with it
+    few_registers = BK == 64 and split == 1 and not of_keys  # in two parts 0.209 ms without a limit, 0.228 with it
     filled = triton_call(
-        arguments=arguments, out_shape={**out, "weak": shape((count, H), np.int32)}, kernel=weak_chunks.weak_rows,
+        arguments=arguments, out_shape={**out, **keys, "weak": shape((count, H), np.int32)}, kernel=weak_chunks.weak_rows,
         grid=(count, H), BK=min(P, BK), num_warps=4, maxnreg=168 if few_registers else None,
         GATE_PARTS=gate_parts(plan, gate, g, g_gamma), LIMIT=plan.weak_limit, **common,
     )  # fmt: skip
     weak, group = filled.pop("weak"), chunks.together(H)
-    memory = {f"filled_{name}": filled.get(name) for name in out}
-    found = triton_call(
-        arguments={**arguments, "weak": weak, "COUNT": count, **memory},
-        out_shape={**out, "block_decays": shape((count, H, 8, D), np.float32) if block_decays else None},
-        kernel=gated_rows.gated_rows, grid=(cdiv(count, group) * H,), BK=min(P, 128 // split), GROUP=group, num_warps=4,
-        maxnreg=160 if P == 64 else None, input_output_aliases={f"filled_{name}": name for name in filled}, **common,
-    )  # fmt: skip
+
+    def others(x: Array | None, scale: float, filled: dict[str, Array], **more: Any) -> dict[str, Array]:
+        """What is filled already, with the chunks that are not weakly gated."""
+        out = {name: shape(filled[name].shape, filled[name].dtype) if name in filled else None for name in NAMES}
+        return triton_call(
+            arguments={
+                **arguments, "q": x, "scale": scale, "weak": weak, "COUNT": count,
+                **{f"filled_{name}": filled.get(name) for name in NAMES},
+            },
+            out_shape={**out, "block_decays": None, **more}, kernel=gated_rows.gated_rows, grid=(cdiv(count, group) * H,),
+            BK=min(P, 128 // split), GROUP=group, num_warps=4, maxnreg=160 if P == 64 else None,
+            input_output_aliases={f"filled_{name}": name for name in filled}, **{**common, "HQ": heads(x)},
+        )  # fmt: skip
+
+    decays = shape((count, H, 8, D), np.float32) if block_decays else None
+    found = others(x, scale, {name: filled[name] for name in NAMES if name in filled}, block_decays=decays)
+    key_rows = None
+    if of_keys:
+        with_keys = {
+            "A": filled["M"], "A_low": filled["M_low"], "qd": filled["kp"], "kd": found["kd"],
+            "chunk_decay": found["chunk_decay"],
+        }  # fmt: skip
+        again = others(y, 1.0, with_keys)
+        found |= {"kd": again["kd"], "chunk_decay": again["chunk_decay"]}
+        key_rows = KeyRows(again["A"], again["A_low"], again["qd"])
     gates = GateRange(weak, found.get("block_decays"))
-    return GatedRows(found.get("A"), found.get("A_low"), found.get("qd"), found["kd"], found["chunk_decay"], gates)
+    return GatedRows(
+        found.get("A"), found.get("A_low"), found.get("qd"), found["kd"], found["chunk_decay"], gates, key_rows
+    )

@@ -1,0 +1,97 @@
+"""Gradients of query, key and a gate per key channel, in weakly gated chunks of 64 rows, bfloat16: see `weak_chunks`.
+
+As `delta_head_gradients`, with the decay between two rows divided in the middle of the chunk. Keys are read twice, by queries
+and by keys, so there are two adjoints of scores and three of rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton.gated_delta_rule.kernels.correction import load_per_head
+from ejkernel.kernels._triton.linear.kernels.tiles import (
+    channel_log_decay,
+    chunk_at,
+    dot,
+    dot_split,
+    exp_of_log,
+    load_rows,
+    load_state,
+    low_part,
+    onwards,
+    program_at,
+    store_rows,
+    sums,
+)
+from ejkernel.kernels._triton.linear.kernels.weak_chunks import from_middle
+
+
+@triton.jit
+def delta_weak_gradients(
+    q, k, g, beta, do, dv, errors, starts, ends, weak, chunks, scale, T, NT,
+    dq, dk, dg,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr, GATE_PARTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Programs: tiles of BK key channels * chunks * heads. dq, dk, dg [tokens, H, K] in chunks that are `weak` [chunks, H].
+
+    do, dv, errors [tokens, H, V]; starts, ends [chunks, H, K, V]: state before, adjoint after each chunk.
+    """
+    C: tl.constexpr = 64
+    DT: tl.constexpr = starts.dtype.element_ty
+    TILES: tl.constexpr = (K + BK - 1) // BK
+    tile, head, s = program_at(TILES, H)
+    col = tile * BK
+    token, rows, seq = chunk_at(chunks, s, T, NT, C, SIGN)
+    index = s.to(tl.int64) * H + head
+    if rows <= 0:
+        return
+    if tl.load(weak + index) == 0:
+        return
+    r = tl.arange(0, C)
+    bb = load_per_head(beta, token, rows, head, H, C, SIGN)[:, None]
+    N = tl.zeros([C, C], tl.float32)  # do U^T
+    M = tl.zeros([C, C], tl.float32)  # dv U^T
+    aq = tl.zeros([C, BK], tl.float32)  # adjoint of q exp(c - m): from the state before the chunk, then from the scores
+    ar = tl.zeros([C, BK], tl.float32)  # adjoint of k exp(c - m)
+    ak = tl.zeros([C, BK], tl.float32)  # adjoint of k exp(m - c)
+    through = tl.zeros([BK], tl.float32)
+    for c2 in tl.range(0, V, BV, num_stages=STAGES):
+        bd = load_rows(do, token, rows, head, c2, H, V, C, BV, SIGN, EVEN)  # [C, BV]
+        br = load_rows(dv, token, rows, head, c2, H, V, C, BV, SIGN, EVEN)
+        bu = (load_rows(errors, token, rows, head, c2, H, V, C, BV, SIGN, EVEN).to(tl.float32) * bb).to(DT)
+        S = load_state(starts, index, col, c2, K, V, V, 1, BK, BV)  # [BK, BV]
+        dS = load_state(ends, index, col, c2, K, V, V, 1, BK, BV)
+        N = dot(bd, tl.trans(bu), N, DT, PREC)
+        M = dot(br, tl.trans(bu), M, DT, PREC)
+        aq = dot(bd, tl.trans(S), aq, DT, PREC)
+        ar = dot(br, tl.trans(S), ar, DT, PREC)
+        ak = dot(bu, tl.trans(dS), ak, DT, PREC)
+        through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+    N = tl.where(r[:, None] >= r[None, :], N * scale, 0.0)
+    M = tl.where(r[:, None] > r[None, :], -M, 0.0)
+    c, half = from_middle(
+        channel_log_decay(g, None, None, token, rows, seq, head, col, False, H, H, 1, K, C, BK, SIGN, EVEN), GATE_PARTS
+    )  # [C, BK], [BK]
+    fk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN).to(tl.float32)
+    fr = fk * exp_of_log(c)
+    fk = fk * exp_of_log(-c)
+    fq = load_rows(q, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN).to(tl.float32) * exp_of_log(c)
+    ak *= half[None, :]
+    everything = through * half * half + tl.sum(fk * ak, 0)
+    k_high = fk.to(DT)
+    k_low = low_part(fk, k_high)
+    N_high = N.to(DT)
+    N_low = low_part(N, N_high)
+    aq = dot_split(N_high, N_low, k_high, k_low, aq * (half * scale)[None, :])
+    store_rows(dq, exp_of_log(c) * aq, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
+    ak = dot_split(tl.trans(N_high), tl.trans(N_low), fq.to(DT), low_part(fq, fq.to(DT)), ak)
+    found = fq * aq
+    M_high = M.to(DT)
+    M_low = low_part(M, M_high)
+    ar = dot_split(M_high, M_low, k_high, k_low, ar * -half[None, :])
+    ak = dot_split(tl.trans(M_high), tl.trans(M_low), fr.to(DT), low_part(fr, fr.to(DT)), ak)
+    store_rows(dk, exp_of_log(c) * ar + exp_of_log(-c) * ak, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
+    found = sums(onwards(C), found + fr * ar - fk * ak, 2) + everything[None, :]  # as in `weak_axis`
+    store_rows(dg, found, token, rows, head, col, H, K, C, BK, SIGN, EVEN)

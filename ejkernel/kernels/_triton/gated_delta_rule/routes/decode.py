@@ -1,0 +1,56 @@
+"""A step of the delta rule, or a few: token by token in one launch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._triton.gated_delta_rule.kernels import decode_step
+from ejkernel.kernels._triton.linear._call import Call, heads, shape
+from ejkernel.kernels._triton.linear._chunks import Array
+from ejkernel.kernels._triton.linear._plan import tile
+from ejkernel.kernels._triton.linear.routes.decode import CHANGES
+from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaStep(Route):
+    """Every state is read and written once. The gradient is that of the call in chunks."""
+
+    chunked: Route
+    title = "delta rule, decode step"
+    covers = "schedule='recurrent', the heuristic up to 16 tokens; any gate and dtype"
+
+    @property
+    def name(self) -> str:
+        return f"{self.title} (gradient: {self.chunked.name})"
+
+    def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
+        plan, (B, T, H, K, V) = call.plan, call.dims
+        q, k, v = call.query_key_value
+        begin, N = call.get("initial_state"), call.sequences
+        BK = tile(K, 256)
+        BV = plan.block_d or tile(V, max(16, 8192 // BK))
+        in_place = begin is not None and begin.dtype == np.float32
+        found = triton_call(
+            arguments={
+                "q": q, "k": k, "v": v, "beta": call.arrays["beta"], "gs": call.get("g"), "gk": call.get("gk"), "begin": begin,
+                "cu_seqlens": call.cu_seqlens, "scale": plan.scale, "T": T,
+            },
+            out_shape={"o": shape((B, T, H, V), plan.output), "final": shape((N, H, K, V), np.float32)},
+            kernel=decode_step.delta_steps, grid=(cdiv(V, BV) * N * H,), H=H, HK=heads(k), K=K, V=V, BK=BK, BV=BV,
+            SIGN=plan.sign, num_warps=plan.num_warps or 4, input_output_aliases={"begin": "final"} if in_place else None,
+        )  # fmt: skip
+        return found["o"], found["final"], {}
+
+    def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
+        return self.chunked.backward(call, self.chunked.recomputed(call), do, dfinal)
+
+    def changes(self) -> Changes:
+        return CHANGES
+
+    def refuses(self, cfg: LinearConfig) -> str | None:
+        return self.chunked.refuses(cfg)
