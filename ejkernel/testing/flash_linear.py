@@ -53,8 +53,6 @@ class FlashLinear:
             skip_guard: run its scalar-gate backward also where it refuses (Hopper with Triton 3.4 to 3.7.0): as a mark of
                 speed only, since the result may be wrong there.
         """
-        import torch
-
         named = dict(arrays)
         if "g" in named and named["g"].ndim == 4:
             named["gk"] = named.pop("g")
@@ -63,11 +61,18 @@ class FlashLinear:
             raise ValueError(f"flash-linear-attention has no kernel for these gates together: {', '.join(sorted(gates))}.")
         if named["key"].shape[2] != named["query"].shape[2]:
             raise ValueError("flash-linear-attention's kernels take as many key heads as query heads.")
+        self._prepare(named, cotangent, cu_seqlens, skip_guard)
+
+    def _prepare(
+        self, arrays: Mapping[str, jax.Array], cotangent: jax.Array, cu_seqlens: np.ndarray | None, skip_guard: bool
+    ) -> None:
+        import torch
+
         if skip_guard:
             import fla.ops.common.chunk_o as chunk_o
 
             chunk_o.IS_NVIDIA_HOPPER = False
-        self.tensors = {name: torch.from_dlpack(x).clone() for name, x in named.items()}
+        self.tensors = {name: torch.from_dlpack(x).clone() for name, x in arrays.items()}
         self.leaves = {n: t.requires_grad_() for n, t in self.tensors.items() if n != _CONSTANT}
         self.cotangent = torch.from_dlpack(cotangent).clone()
         self.packed = {} if cu_seqlens is None else {"cu_seqlens": torch.tensor(cu_seqlens, device="cuda", dtype=torch.long)}

@@ -7,15 +7,19 @@ R, less what the rows before each have written: E = R - M (beta E). Hence
 
 Z is strictly lower triangular, so a row's own R is never rounded by the product, and nothing is divided by beta. Going back in
 time the adjoints obey the same with Z^T.
+
+A program is one warp, and everything it makes are blocks of 16 x 16: nothing waits for other warps, and many programs hide each
+other's latency. (As products of whole tiles by four warps the same took four times as long.)
 """
 
+# mypy: disable-error-code="assignment,var-annotated,misc"
+# ruff: noqa: RUF005  (Triton knows tuples and their sums, but not iterable unpacking; their length changes on the way)
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.linear.kernels.head_decays import decay_matrix, head_decays
-from ejkernel.kernels._triton.linear.kernels.tiles import chunk_at, dot, load_rows, program_at
+from ejkernel.kernels._triton.linear.kernels.tiles import chunk_at, dot, exp_of_log, load_rows, program_at, sums, upto
 
 
 @triton.jit
@@ -26,54 +30,152 @@ def load_per_head(x, token, rows, head, H: tl.constexpr, C: tl.constexpr, SIGN: 
 
 
 @triton.jit
-def _inverse(W, LEVELS: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr):
-    """(I + W)^-1 for W [C, C] strictly lower triangular, by doubling blocks: [[X1, 0], [-X2 W21 X1, X2]].
+def _put(x, i: tl.constexpr, value):
+    """The tuple x with element i replaced."""
+    return x[:i] + (value,) + x[i + 1 :]
+
+
+@triton.jit
+def _block(x, index, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr):
+    """Where block (i, j) of matrix `index` of x [matrices, C, C] lies."""
+    t = i * 16 + tl.arange(0, 16)[:, None]
+    s = j * 16 + tl.arange(0, 16)[None, :]
+    return x + index * (C * C) + (t * C + s)
+
+
+@triton.jit
+def _products(
+    x, y, token, rows, head, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, SIGN: tl.constexpr,
+    EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Blocks (i, j), j <= i < N, of x y^T for a chunk's rows of x and y [tokens, HK, K], one row of blocks after the other."""
+    found = ()
+    for _ in tl.static_range(N * (N + 1) // 2):
+        found = found + (tl.zeros([16, 16], tl.float32),)
+    for c in range(0, K, BK):
+        right = ()
+        for i in tl.static_range(N):
+            right = right + (
+                tl.trans(load_rows(y, token + SIGN * 16 * i, rows - 16 * i, head, c, HK, K, 16, BK, SIGN, EVEN).to(DT)),
+            )
+        for i in tl.static_range(N):
+            left = load_rows(x, token + SIGN * 16 * i, rows - 16 * i, head, c, HK, K, 16, BK, SIGN, EVEN)
+            for j in tl.static_range(i + 1):
+                found = _put(found, i * (i + 1) // 2 + j, dot(left, right[j], found[i * (i + 1) // 2 + j], DT, PREC))
+    return found
+
+
+@triton.jit
+def _decay(
+    gs, token, rows, index, head, i: tl.constexpr, j: tl.constexpr, H: tl.constexpr, HGS: tl.constexpr, C: tl.constexpr,
+    SIGN: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """[16, 16]: the decay from row s of block j to row t of block i, 0 for s > t; gs: as `head_decays` reads it.
+
+    EXACT: log decays are summed over just the rows they span. Otherwise they are differences of running sums.
+    """
+    r = tl.arange(0, 16)
+    if EXACT:
+        at = gs + token * HGS + head // (H // HGS)
+        logs = tl.load(at + (i * 16 + r) * (SIGN * HGS), mask=i * 16 + r < rows, other=0.0).to(tl.float32)
+        logs = tl.maximum(logs, -1e30)
+        if i == j:
+            between = sums(upto(16), tl.where(r[:, None] > r[None, :], logs[:, None], 0.0), 3)
+        else:
+            after = j * 16 + r + 1  # of the block's own rows those after s, then whole blocks
+            following = tl.load(at + after * (SIGN * HGS), mask=(after < rows) & (r < 15), other=0.0).to(tl.float32)
+            between = tl.cumsum(logs, 0)[:, None] + tl.cumsum(tl.maximum(following, -1e30), 0, reverse=True)[None, :]
+            for n in tl.static_range(j + 1, i):
+                whole = tl.load(at + (n * 16 + r) * (SIGN * HGS), mask=n * 16 + r < rows, other=0.0).to(tl.float32)
+                between += tl.sum(tl.maximum(whole, -1e30), 0)
+        decay = tl.exp(between)
+    else:
+        upto_t = tl.load(gs + index * C + i * 16 + r)
+        upto_s = tl.load(gs + index * C + j * 16 + r)
+        decay = exp_of_log(upto_t[:, None] - upto_s[None, :])
+    if i == j:
+        decay = tl.where(r[:, None] >= r[None, :], decay, 0.0)
+    return decay
+
+
+@triton.jit
+def _inverse(W, PREC: tl.constexpr):
+    """(I + W)^-1 for W [16, 16] strictly lower triangular, by doubling blocks: [[X1, 0], [-X2 W21 X1, X2]].
 
     A sum of powers of W, the usual way, loses every digit where keys are alike and beta is near 2.
     """
-    t = tl.arange(0, C)[:, None]
-    s = tl.arange(0, C)[None, :]
-    apart = t ^ s
-    X = tl.where(t == s, 1.0, 0.0) - tl.where(apart == 1, W, 0.0)
-    for level in tl.static_range(1, LEVELS):
-        met = tl.where((apart >> level) == 1, W, 0.0)
+    t = tl.arange(0, 16)[:, None]
+    s = tl.arange(0, 16)[None, :]
+    X = tl.where(t == s, 1.0, 0.0) - tl.where((t ^ s) == 1, W, 0.0)
+    for level in tl.static_range(1, 4):
+        met = tl.where(((t ^ s) >> level) == 1, W, 0.0)
         X -= dot(X, dot(met, X, None, tl.float32, PREC), None, tl.float32, PREC)
     return X
 
 
 @triton.jit
 def delta_correction(
-    k, gs, beta, M, M_low, chunks, T, NT,
-    Z,
+    q, k, gs, beta, M, M_low, chunks, scale, T, NT,
+    Z, scores,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    LEVELS: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Programs: chunks * heads. Z [chunks, H, C, C].
+    """Programs of one warp: chunks * heads. Z [chunks, H, C, C].
 
     M, M_low [chunks, H, C, C]: the scores of keys with keys and, where it matters, their low part; None with one gate per head
-    or none, where they are made here. gs: as `head_decays` reads it. C is 2^LEVELS.
+    or none, where they are made here, and with them those of queries with keys: scores [chunks, H, C, C], scaled, 0 for s > t.
+    gs: as `head_decays` reads it.
     """
+    N: tl.constexpr = C // 16
     _, head, s = program_at(1, H)
-    token, rows, seq = chunk_at(chunks, s, T, NT, C, SIGN)
+    token, rows, _ = chunk_at(chunks, s, T, NT, C, SIGN)
     if rows <= 0:
         return
     index = s.to(tl.int64) * H + head
-    t = tl.arange(0, C)[:, None]
-    u = tl.arange(0, C)[None, :]
-    at = index * (C * C) + (t * C + u)
+    r = tl.arange(0, 16)
+    below = r[:, None] > r[None, :]
+    blocks = ()  # of M
     if M is not None:
-        scores = tl.load(M + at).to(tl.float32)
-        if M_low is not None:
-            scores += tl.load(M_low + at).to(tl.float32)
+        for i in tl.static_range(N):
+            for j in tl.static_range(i + 1):
+                one = tl.load(_block(M, index, i, j, C)).to(tl.float32)
+                if M_low is not None:
+                    one += tl.load(_block(M_low, index, i, j, C)).to(tl.float32)
+                blocks = blocks + (one,)
     else:
-        scores = tl.zeros([C, C], tl.float32)
-        for c in range(0, K, BK):
-            bk = load_rows(k, token, rows, head // (H // HK), c, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
-            scores = dot(bk, tl.trans(bk.to(DT)), scores, DT, PREC)
+        blocks = _products(k, k, token, rows, head // (H // HK), HK, K, BK, N, SIGN, EVEN, DT, PREC)
         if gs is not None:
-            logs, _, _, _ = head_decays(gs, None, 0.0, index, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
-            scores *= decay_matrix(gs, logs, 0.0, False, C, EXACT)
-    scores = tl.where(t > u, scores, 0.0)
-    b = load_per_head(beta, token, rows, head, H, C, SIGN)
-    X = _inverse(scores * b[None, :], LEVELS, C, PREC)
-    tl.store(Z + at, dot(X, scores, None, tl.float32, PREC).to(Z.dtype.element_ty))
+            for i in tl.static_range(N):
+                for j in tl.static_range(i + 1):
+                    decay = _decay(gs, token, rows, index, head, i, j, H, HGS, C, SIGN, EXACT)
+                    blocks = _put(blocks, i * (i + 1) // 2 + j, blocks[i * (i + 1) // 2 + j] * decay)
+    betas = ()
+    inverses = ()
+    for i in tl.static_range(N):
+        own = tl.where(below, blocks[i * (i + 3) // 2], 0.0)  # on the diagonal
+        blocks = _put(blocks, i * (i + 3) // 2, own)
+        betas = betas + (load_per_head(beta, token + SIGN * 16 * i, rows - 16 * i, head, H, 16, SIGN)[None, :],)
+        inverses = inverses + (_inverse(own * betas[i], PREC),)
+    # Rows of blocks from above: Z_ij = X_i (M_ij - sum over n of M_in beta_n Z_nj), X_i the diagonal block's inverse.
+    for j in tl.static_range(N):
+        column = ()
+        for i in tl.static_range(j, N):
+            total = blocks[i * (i + 1) // 2 + j]
+            for n in tl.static_range(j, i):
+                total -= dot(blocks[i * (i + 1) // 2 + n] * betas[n], column[n - j], None, tl.float32, PREC)
+            column = column + (dot(inverses[i], total, None, tl.float32, PREC),)
+            tl.store(_block(Z, index, i, j, C), column[i - j].to(Z.dtype.element_ty))
+            if i > j:
+                tl.store(_block(Z, index, j, i, C), tl.zeros([16, 16], Z.dtype.element_ty))
+    if scores is not None:
+        blocks = _products(q, k, token, rows, head // (H // HK), HK, K, BK, N, SIGN, EVEN, DT, PREC)
+        for i in tl.static_range(N):
+            for j in tl.static_range(i + 1):
+                one = blocks[i * (i + 1) // 2 + j] * scale
+                if gs is not None:
+                    one *= _decay(gs, token, rows, index, head, i, j, H, HGS, C, SIGN, EXACT)
+                elif i == j:
+                    one = tl.where(r[:, None] >= r[None, :], one, 0.0)
+                tl.store(_block(scores, index, i, j, C), one.to(scores.dtype.element_ty))
+                if i > j:
+                    tl.store(_block(scores, index, j, i, C), tl.zeros([16, 16], scores.dtype.element_ty))

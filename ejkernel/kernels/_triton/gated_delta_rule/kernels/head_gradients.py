@@ -55,16 +55,17 @@ def delta_head_gradients(
     index = s.to(tl.int64) * H + head
     t = tl.arange(0, C)[:, None]
     u = tl.arange(0, C)[None, :]
-    bb = load_per_head(beta, token, rows, head, H, C, SIGN)[:, None]  # [C, 1]
+    bb = load_per_head(beta, token, rows, head, H, C, SIGN)
     dN = tl.zeros([C, C], tl.float32)
     dM = tl.zeros([C, C], tl.float32)
     for c in range(0, V, BV):
         bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)  # [C, BV]
         br = load_rows(dv, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
-        bu = load_rows(errors, token, rows, head, c, H, V, C, BV, SIGN, EVEN).to(tl.float32) * bb
-        bu = tl.trans(bu.to(DT))
-        dN = dot(bd, bu, dN, DT, PREC)
-        dM = dot(br, bu, dM, DT, PREC)
+        be = tl.trans(load_rows(errors, token, rows, head, c, H, V, C, BV, SIGN, EVEN).to(DT))
+        dN = dot(bd, be, dN, DT, PREC)
+        dM = dot(br, be, dM, DT, PREC)
+    dN *= bb[None, :]  # beta is a factor of rows of U, so of what comes out of products with E
+    dM *= bb[None, :]
     if gs is not None:
         logs, pre, suf, kept = head_decays(gs, None, 0.0, index, token, rows, seq, head, H, HGS, C, SIGN, EXACT)
         D = decay_matrix(gs, logs, 0.0, False, C, EXACT)
@@ -96,12 +97,12 @@ def delta_head_gradients(
         for c in range(0, V, BV):
             bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)  # [C, BV]
             br = load_rows(dv, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
-            bu = load_rows(errors, token, rows, head, c, H, V, C, BV, SIGN, EVEN).to(tl.float32) * bb
+            be = load_rows(errors, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
             S = load_state(starts, index, a, c, K, V, V, 1, BK, BV)  # [BK, BV]
             dS = load_state(ends, index, a, c, K, V, V, 1, BK, BV)
             xq = dot(bd, tl.trans(S.to(DT)), xq, DT, PREC)
             xp = dot(br, tl.trans(S.to(DT)), xp, DT, PREC)
-            xs = dot(bu, tl.trans(dS.to(DT)), xs, DT, PREC)
+            xs = dot(be, tl.trans(dS.to(DT)), xs, DT, PREC)
             if gs is not None:
                 through += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1), 0)
         bq = load_rows(q, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
@@ -109,6 +110,7 @@ def delta_head_gradients(
         fq = bq.to(tl.float32)
         fk = bk.to(tl.float32)
         xq *= scale
+        xs *= bb[:, None]
         if gs is not None:
             xq *= pre
             xp *= pre

@@ -1,7 +1,8 @@
 """Gradients of query, key and a gate per key channel, in weakly gated chunks of 64 rows, bfloat16: see `weak_chunks`.
 
 As `delta_head_gradients`, with the decay between two rows divided in the middle of the chunk. Keys are read twice, by queries
-and by keys, so there are two adjoints of scores and three of rows.
+and by keys, so there are two adjoints of scores, which `delta_score_adjoints` makes for all tiles of key channels, and three of
+rows.
 """
 
 from __future__ import annotations
@@ -28,15 +29,53 @@ from ejkernel.kernels._triton.linear.kernels.weak_chunks import from_middle
 
 
 @triton.jit
+def delta_score_adjoints(
+    do, dv, errors, beta, weak, chunks, scale, T, NT,
+    dN, dN_low, dM, dM_low,
+    H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Programs: chunks * heads. The adjoints of the scores of queries with keys, for s <= t, and of keys with keys, for s < t:
+    scale * do U^T and -dv U^T, [chunks, H, 64, 64], high and low part, in chunks that are `weak` [chunks, H]."""
+    C: tl.constexpr = 64
+    DT: tl.constexpr = dN.dtype.element_ty
+    _, head, s = program_at(1, H)
+    token, rows, _ = chunk_at(chunks, s, T, NT, C, SIGN)
+    index = s.to(tl.int64) * H + head
+    if rows <= 0:
+        return
+    if tl.load(weak + index) == 0:
+        return
+    t = tl.arange(0, C)[:, None]
+    u = tl.arange(0, C)[None, :]
+    N = tl.zeros([C, C], tl.float32)
+    M = tl.zeros([C, C], tl.float32)
+    for c in range(0, V, BV):
+        bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)  # [C, BV]
+        br = load_rows(dv, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
+        be = tl.trans(load_rows(errors, token, rows, head, c, H, V, C, BV, SIGN, EVEN))
+        N = dot(bd, be, N, DT, PREC)
+        M = dot(br, be, M, DT, PREC)
+    b = load_per_head(beta, token, rows, head, H, C, SIGN)[None, :]  # of U = beta E: a factor of what the products give
+    at = index * (C * C) + (t * C + u)
+    N = tl.where(t >= u, N * (b * scale), 0.0)
+    tl.store(dN + at, N.to(DT))
+    tl.store(dN_low + at, low_part(N, N.to(DT)))
+    M = tl.where(t > u, M * -b, 0.0)
+    tl.store(dM + at, M.to(DT))
+    tl.store(dM_low + at, low_part(M, M.to(DT)))
+
+
+@triton.jit
 def delta_weak_gradients(
-    q, k, g, beta, do, dv, errors, starts, ends, weak, chunks, scale, T, NT,
+    q, k, g, beta, do, dv, errors, dN, dN_low, dM, dM_low, starts, ends, weak, chunks, scale, T, NT,
     dq, dk, dg,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr, GATE_PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: tiles of BK key channels * chunks * heads. dq, dk, dg [tokens, H, K] in chunks that are `weak` [chunks, H].
 
-    do, dv, errors [tokens, H, V]; starts, ends [chunks, H, K, V]: state before, adjoint after each chunk.
+    do, dv, errors [tokens, H, V]; dN, dM: of `delta_score_adjoints`; starts, ends [chunks, H, K, V]: state before, adjoint
+    after each chunk.
     """
     C: tl.constexpr = 64
     DT: tl.constexpr = starts.dtype.element_ty
@@ -50,9 +89,6 @@ def delta_weak_gradients(
     if tl.load(weak + index) == 0:
         return
     r = tl.arange(0, C)
-    bb = load_per_head(beta, token, rows, head, H, C, SIGN)[:, None]
-    N = tl.zeros([C, C], tl.float32)  # do U^T
-    M = tl.zeros([C, C], tl.float32)  # dv U^T
     aq = tl.zeros([C, BK], tl.float32)  # adjoint of q exp(c - m): from the state before the chunk, then from the scores
     ar = tl.zeros([C, BK], tl.float32)  # adjoint of k exp(c - m)
     ak = tl.zeros([C, BK], tl.float32)  # adjoint of k exp(m - c)
@@ -60,38 +96,36 @@ def delta_weak_gradients(
     for c2 in tl.range(0, V, BV, num_stages=STAGES):
         bd = load_rows(do, token, rows, head, c2, H, V, C, BV, SIGN, EVEN)  # [C, BV]
         br = load_rows(dv, token, rows, head, c2, H, V, C, BV, SIGN, EVEN)
-        bu = (load_rows(errors, token, rows, head, c2, H, V, C, BV, SIGN, EVEN).to(tl.float32) * bb).to(DT)
+        be = load_rows(errors, token, rows, head, c2, H, V, C, BV, SIGN, EVEN)
         S = load_state(starts, index, col, c2, K, V, V, 1, BK, BV)  # [BK, BV]
         dS = load_state(ends, index, col, c2, K, V, V, 1, BK, BV)
-        N = dot(bd, tl.trans(bu), N, DT, PREC)
-        M = dot(br, tl.trans(bu), M, DT, PREC)
         aq = dot(bd, tl.trans(S), aq, DT, PREC)
         ar = dot(br, tl.trans(S), ar, DT, PREC)
-        ak = dot(bu, tl.trans(dS), ak, DT, PREC)
+        ak = dot(be, tl.trans(dS), ak, DT, PREC)
         through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-    N = tl.where(r[:, None] >= r[None, :], N * scale, 0.0)
-    M = tl.where(r[:, None] > r[None, :], -M, 0.0)
     c, half = from_middle(
         channel_log_decay(g, None, None, token, rows, seq, head, col, False, H, H, 1, K, C, BK, SIGN, EVEN), GATE_PARTS
     )  # [C, BK], [BK]
-    fk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN).to(tl.float32)
-    fr = fk * exp_of_log(c)
-    fk = fk * exp_of_log(-c)
-    fq = load_rows(q, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN).to(tl.float32) * exp_of_log(c)
-    ak *= half[None, :]
+    bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN).to(tl.float32)
+    fk = bk * exp_of_log(-c)
+    ak *= load_per_head(beta, token, rows, head, H, C, SIGN)[:, None] * half[None, :]
     everything = through * half * half + tl.sum(fk * ak, 0)
     k_high = fk.to(DT)
     k_low = low_part(fk, k_high)
-    N_high = N.to(DT)
-    N_low = low_part(N, N_high)
-    aq = dot_split(N_high, N_low, k_high, k_low, aq * (half * scale)[None, :])
+    at = index * (C * C) + (r[:, None] * C + r[None, :])
+    high = tl.load(dN + at)
+    low = tl.load(dN_low + at)
+    aq = dot_split(high, low, k_high, k_low, aq * (half * scale)[None, :])
     store_rows(dq, exp_of_log(c) * aq, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
-    ak = dot_split(tl.trans(N_high), tl.trans(N_low), fq.to(DT), low_part(fq, fq.to(DT)), ak)
+    fq = load_rows(q, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN).to(tl.float32) * exp_of_log(c)
     found = fq * aq
-    M_high = M.to(DT)
-    M_low = low_part(M, M_high)
-    ar = dot_split(M_high, M_low, k_high, k_low, ar * -half[None, :])
-    ak = dot_split(tl.trans(M_high), tl.trans(M_low), fr.to(DT), low_part(fr, fr.to(DT)), ak)
+    ak = dot_split(tl.trans(high), tl.trans(low), fq.to(DT), low_part(fq, fq.to(DT)), ak)
+    high = tl.load(dM + at)
+    low = tl.load(dM_low + at)
+    ar = dot_split(high, low, k_high, k_low, ar * -half[None, :])
+    fr = bk * exp_of_log(c)
+    found += fr * ar
+    ak = dot_split(tl.trans(high), tl.trans(low), fr.to(DT), low_part(fr, fr.to(DT)), ak)
     store_rows(dk, exp_of_log(c) * ar + exp_of_log(-c) * ak, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
-    found = sums(onwards(C), found + fr * ar - fk * ak, 2) + everything[None, :]  # as in `weak_axis`
+    found = sums(onwards(C), found - fk * ak, 2) + everything[None, :]  # as in `weak_axis`
     store_rows(dg, found, token, rows, head, col, H, K, C, BK, SIGN, EVEN)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ejkernel.callib import triton_call
 from ejkernel.kernels._triton.gated_delta_rule.kernels import head_gradients
-from ejkernel.kernels._triton.gated_delta_rule.routes.launches import Rows, ScannedBack, chunk_correction, scan, scan_back
+from ejkernel.kernels._triton.gated_delta_rule.routes.launches import Rows, ScannedBack, head_gate_rows, scan, scan_back
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._plan import Plan, tile
@@ -33,22 +33,19 @@ class DeltaHeadGate(Route):
         return cls(plan) if plan.per_head else None
 
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
-        Z = chunk_correction(call)
-        found = scan(call, _rows(call), Z, keep)
-        saved = {"Z": Z, "states": found.states, "errors": found.errors, **call.kept_log_decays} if keep else {}
+        Z, rows = head_gate_rows(call)
+        found = scan(call, rows, Z, keep)
+        saved = {"Z": Z, "scores": rows.scores, "states": found.states, "errors": found.errors, **call.kept_log_decays} if keep else {}
         return found.output, found.final, saved
 
     def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
-        back = scan_back(call, _rows(call), saved["Z"], saved["errors"], do, dfinal)
+        rows = Rows(call.arrays["query"], call.arrays["key"], saved["scores"])
+        back = scan_back(call, rows, saved["Z"], saved["errors"], do, dfinal)
         found = _chunk_gradients(call, do, saved, back)
         return Gradients(found["dq"], found["dk"], back.value, back.initial_state, found.get("dg"), beta=back.beta)
 
     def changes(self) -> Changes:
         return CHANGES
-
-
-def _rows(call: Call) -> Rows:
-    return Rows(call.arrays["query"], call.arrays["key"])
 
 
 def _chunk_gradients(call: Call, do: Array, saved: Saved, back: ScannedBack) -> dict[str, Array]:

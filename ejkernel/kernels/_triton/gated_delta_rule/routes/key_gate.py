@@ -9,7 +9,7 @@ import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels._triton.gated_delta_rule.kernels import decayed_rows, weak_gradients
-from ejkernel.kernels._triton.gated_delta_rule.routes.launches import Rows, ScannedBack, chunk_correction, scan, scan_back
+from ejkernel.kernels._triton.gated_delta_rule.routes.launches import Rows, ScannedBack, correction_of, scan, scan_back
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._plan import Plan, gate_parts, tile
@@ -56,8 +56,9 @@ class DeltaKeyGate(Route):
         )
         assert made.keys is not None
         assert made.xd is not None
-        Z = chunk_correction(call, made.keys.scores, made.keys.scores_low)
-        rows = Rows(made.xd, made.keys.yd, made.yd, made.scores, made.chunk_decay)
+        assert made.scores is not None
+        Z = correction_of(call, made.keys.scores, made.keys.scores_low)
+        rows = Rows(made.xd, made.keys.yd, made.scores, made.yd, made.chunk_decay)
         found = scan(call, rows, Z, keep)
         saved = {"Z": Z, "states": found.states, "errors": found.errors, "rows": rows, "gates": made.gates} if keep else {}
         return found.output, found.final, saved
@@ -85,20 +86,27 @@ class DeltaKeyGate(Route):
         """dq, dk, dg in the weakly gated chunks."""
         plan, (B, T, H, K, V), chunks = call.plan, call.dims, call.chunks
         q, k, gk = call.arrays["query"], call.arrays["key"], call.arrays["gk"]
-        BK = tile(K, 64)
+        common = {
+            "beta": call.arrays["beta"], "do": do, "dv": back.value, "errors": saved["errors"], "weak": saved["gates"].weak,
+            "scale": plan.scale, **chunks.arguments,
+        }  # fmt: skip
+        constants = {"H": H, "V": V, "SIGN": plan.sign, "EVEN": chunks.even, "PREC": plan.precision}
+        matrix = shape((chunks.count, H, 64, 64), plan.operand)
+        scores = triton_call(
+            arguments=common, out_shape=dict.fromkeys(("dN", "dN_low", "dM", "dM_low"), matrix),
+            kernel=weak_gradients.delta_score_adjoints, grid=(chunks.count * H,), BV=tile(V, 128), num_warps=4, num_stages=1,
+            **constants,
+        )  # fmt: skip
+        BK = tile(K, 32)
         out = {
             "dq": shape((B, T, H, K), call.per_head_dtype(q)), "dk": shape((B, T, H, K), call.per_head_dtype(k)),
             "dg": shape((B, T, H, K), gk.dtype),
         }  # fmt: skip
-        arguments = {
-            "q": q, "k": k, "g": gk, "beta": call.arrays["beta"], "do": do, "dv": back.value, "errors": saved["errors"],
-            "starts": saved["states"], "ends": back.ends, "weak": saved["gates"].weak, "scale": plan.scale, **chunks.arguments,
-        }  # fmt: skip
         found = triton_call(
-            arguments=arguments, out_shape=out, kernel=weak_gradients.delta_weak_gradients,
-            grid=(cdiv(K, BK) * chunks.count * H,), H=H, HK=heads(k), K=K, V=V, BK=BK, BV=tile(V, 64), SIGN=plan.sign,
-            EVEN=chunks.even, PREC=plan.precision, GATE_PARTS=gate_parts(plan, gk), STAGES=1, num_warps=4, num_stages=1,
-            shrink_stages=True,
+            arguments={**common, **scores, "q": q, "k": k, "g": gk, "starts": saved["states"], "ends": back.ends},
+            out_shape=out, kernel=weak_gradients.delta_weak_gradients, grid=(cdiv(K, BK) * chunks.count * H,), HK=heads(k),
+            K=K, BK=BK, BV=tile(V, 64), GATE_PARTS=gate_parts(plan, gk), STAGES=1, num_warps=4, num_stages=1,
+            shrink_stages=True, **constants,
         )  # fmt: skip
         return found["dq"], found["dk"], found["dg"]
 
@@ -120,7 +128,8 @@ class DeltaGeneral(Route):
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
         k, gk, V = call.arrays["key"], call.arrays["gk"], call.dims[4]
         of_keys = scores_of_axis(call, Axis(True, k, k, gk, 1.0, False, V))
-        Z = chunk_correction(call, of_keys)
+        assert of_keys is not None
+        Z = correction_of(call, of_keys)
         rows = self._rows(call)
         found = scan(call, rows, Z, keep)
         saved = {"Z": Z, "states": found.states, "errors": found.errors, "rows": rows} if keep else {}
@@ -138,7 +147,8 @@ class DeltaGeneral(Route):
             C=plan.C, SIGN=plan.sign, EVEN=chunks.even, GATE_PARTS=gate_parts(plan, gk), num_warps=4, num_stages=1,
         )  # fmt: skip
         scores = scores_of_axis(call, Axis(True, q, k, gk, plan.scale, False, V))
-        return Rows(found["qd"], found["kp"], found["kd"], scores, found["chunk_decay"])
+        assert scores is not None
+        return Rows(found["qd"], found["kp"], scores, found["kd"], found["chunk_decay"])
 
     def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
         back = scan_back(call, saved["rows"], saved["Z"], saved["errors"], do, dfinal)

@@ -19,8 +19,8 @@ class Rows(NamedTuple):
 
     query: Array
     key: Array
+    scores: Array  # [chunks, H, C, C]: of queries with keys
     key_after: Array | None = None
-    scores: Array | None = None  # [chunks, H, C, C]
     chunk_decay: Array | None = None  # [chunks, H, P]
 
     def as_arguments(self) -> dict[str, Array | None]:
@@ -29,26 +29,40 @@ class Rows(NamedTuple):
         }  # fmt: skip
 
 
-def chunk_correction(call: Call, scores: Array | None = None, scores_low: Array | None = None) -> Array:
-    """Z [chunks, H, C, C]: how the rows of a chunk correct each other; scores: of keys with keys, where there are any yet."""
+def head_gate_rows(call: Call) -> tuple[Array, Rows]:
+    """(Z, rows with their scores) of a call with one gate per head, or none."""
+    q, k, _ = call.query_key_value
+    H, plan = call.dims[2], call.plan
+    scores = shape((call.chunks.count, H, plan.C, plan.C), plan.operand)
+    found = _correction(call, {"q": q, "M": None, "M_low": None}, scores)
+    return found["Z"], Rows(q, k, found["scores"])
+
+
+def correction_of(call: Call, scores: Array, scores_low: Array | None = None) -> Array:
+    """Z from the scores of keys with keys."""
+    return _correction(call, {"q": None, "M": scores, "M_low": scores_low}, None)["Z"]
+
+
+def _correction(call: Call, given: dict[str, Array | None], scores: Any) -> dict[str, Array]:
     plan, (_, _, H, K, _), chunks = call.plan, call.dims, call.chunks
     k = call.arrays["key"]
-    found = triton_call(
+    return triton_call(
         arguments={
-            "k": k, "gs": call.head_gates["gs"], "beta": call.arrays["beta"], "M": scores, "M_low": scores_low,
-            **chunks.arguments,
+            **given, "k": k, "gs": call.head_gates["gs"], "beta": call.arrays["beta"], "scale": plan.scale, **chunks.arguments,
         },
-        out_shape={"Z": shape((chunks.count, H, plan.C, plan.C), plan.operand)}, kernel=correction.delta_correction,
-        grid=(chunks.count * H,), HK=heads(k), K=K, BK=tile(K, 128 if plan.bfloat16 else 32), LEVELS=plan.C.bit_length() - 1,
-        EXACT=plan.exact, num_warps=4, num_stages=1, **call.constants(),
+        out_shape={"Z": shape((chunks.count, H, plan.C, plan.C), plan.operand), "scores": scores},
+        kernel=correction.delta_correction, grid=(chunks.count * H,), HK=heads(k), K=K,
+        BK=tile(K, 64 if plan.bfloat16 else 32), EXACT=plan.exact, num_warps=1, num_stages=1, **call.constants(),
     )  # fmt: skip
-    return found["Z"]
 
 
 def value_tile(plan: Plan) -> int:
     """Value channels per program of a scan: what leaves room in registers for a state of all key channels."""
-    most = 64 if tile(plan.K, 256) <= (128 if plan.bfloat16 else 64) else 32
-    return plan.block_d or tile(plan.V, most)
+    if plan.block_d is not None:
+        return plan.block_d
+    if plan.bfloat16:
+        return tile(plan.V, 128 if plan.K <= 128 else 64)
+    return tile(plan.V, 64 if plan.K <= 64 else 32)
 
 
 def _scan(call: Call, rows: Rows) -> dict[str, Any]:
@@ -58,7 +72,7 @@ def _scan(call: Call, rows: Rows) -> dict[str, Any]:
     BK = tile(K, 256) if rows.chunk_decay is None else rows.chunk_decay.shape[2]
     return {
         "grid": (cdiv(V, BV) * _segments(call).count * H,), "HK": heads(call.arrays["key"]), "K": K, "V": V,
-        "BK": BK, "BV": BV, "EXACT": plan.exact, "STAGES": plan.num_stages or 2, "num_warps": plan.num_warps or 4,
+        "BK": BK, "BV": BV, "EXACT": plan.exact, "STAGES": plan.num_stages or 2, "num_warps": plan.num_warps or (8 if BV > 64 or BK > 128 else 4),
         "shrink_stages": call.shrinks_stages, **call.constants(),
     }  # fmt: skip
 

@@ -1,0 +1,232 @@
+"""The gated delta rule on a GPU: the triton platform beside flash-linear-attention and jax-linear-attention, in one run.
+
+    python -m benchmarks.delta_rule_gpu [--sides ours fla jla] [--rows TEXT ...] [--kernels] [--json results.json]
+    python -m benchmarks.delta_rule_gpu --errors                              errors against float64, ours and fla's
+
+Times are kernel times, measured as in `linear_attention_gpu`: CUPTI's durations of every kernel that a call launches. A side
+that does not take a call is left out of its row. --kernels lists ours one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.linear_attention_gpu import BANDWIDTH, difference, kernel_ms, named
+from ejkernel.kernels._delta import GatedDeltaRuleConfig
+from ejkernel.kernels._triton import gated_delta_rule
+from ejkernel.testing.linear_gpu import LENGTHS
+
+Arrays = dict[str, jax.Array]
+Calls = tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], None]]
+SHAPES = {  # B, T, Hk, H, K, V
+    "8x2048x16x128x128": (8, 2048, 16, 16, 128, 128),
+    "1x16384x16x128x128": (1, 16384, 16, 16, 128, 128),
+    "4x4096x16/32x128x128": (4, 4096, 16, 32, 128, 128),
+    "4x4096x32x64x64": (4, 4096, 32, 32, 64, 64),
+    "packed 32768x16x128x128": (1, 32768, 16, 16, 128, 128),
+}
+GROUPED = "4x4096x16/32x128x128"
+ALONE = "4x4096x32x128x128"  # the same with a key head for each value head
+ROWS = [
+    *((name, "head") for name in SHAPES),
+    *((name.replace(GROUPED, ALONE), "channel") for name in SHAPES),
+    ("8x2048x16x128x128", "none"),
+    ("8x2048x16x128x128", "head, strong"),
+    ("8x2048x16x128x128", "channel, strong"),
+]
+
+
+def inputs(name: str, kind: str) -> tuple[Arrays, jax.Array, np.ndarray | None]:
+    """(arrays, adjoint of the output, cu_seqlens). Query and key have length 1; strong: every chunk has resets."""
+    B, T, Hk, H, K, V = (4, 4096, 32, 32, 128, 128) if name == ALONE else SHAPES[name]
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.float32)
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    arrays = {"query": unit(normal(B, T, Hk, K)), "key": unit(normal(B, T, Hk, K)), "value": normal(B, T, H, V)}
+    arrays = {n: x.astype(jnp.bfloat16) for n, x in arrays.items()}
+    arrays["beta"] = jax.nn.sigmoid(normal(B, T, H)).astype(jnp.bfloat16)
+    if "head" in kind:
+        arrays["g"] = jax.nn.log_sigmoid(normal(B, T, H)) / 4
+    if "channel" in kind:
+        arrays["g"] = (jax.nn.log_sigmoid(normal(B, T, H, K)) / 16).astype(jnp.bfloat16)
+    if "strong" in kind:
+        arrays["g"] = jnp.where(normal(*arrays["g"].shape) > 1.6, jnp.asarray(-1e4, arrays["g"].dtype), arrays["g"])
+    do = normal(B, T, H, V).astype(jnp.bfloat16)
+    cu = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int32) if name.startswith("packed") else None
+    return arrays, do, cu
+
+
+def jitted(run: Callable[[Arrays], jax.Array], arrays: Arrays, do: jax.Array) -> Calls:
+    forward = jax.jit(run)
+
+    @jax.jit
+    def both(arrays: Arrays, do: jax.Array) -> Any:
+        out, pull = jax.vjp(run, arrays)
+        return out, pull(do)[0]
+
+    return lambda: forward(arrays), lambda: both(arrays, do), jax.block_until_ready
+
+
+def ours(arrays: Arrays, do: jax.Array, cu: np.ndarray | None, cfg: GatedDeltaRuleConfig | None = None) -> Calls:
+    cu_seqlens = None if cu is None else jnp.asarray(cu)
+    return jitted(lambda arrays: gated_delta_rule(**arrays, cu_seqlens=cu_seqlens, cfg=cfg)[0], arrays, do)
+
+
+def fla(arrays: Arrays, do: jax.Array, cu: np.ndarray | None) -> Calls:
+    """Its guard against Triton 3.4 to 3.7.0 on Hopper is switched off, as a mark of speed only."""
+    from ejkernel.testing.flash_delta import FlashDelta
+
+    call = FlashDelta(arrays, do, cu, skip_guard=True)
+    return call.forward, call.both, call.wait
+
+
+def jla(arrays: Arrays, do: jax.Array, cu: np.ndarray | None) -> Calls:
+    from jla.ops import linear_attention
+
+    if cu is not None:
+        raise ValueError("packed calls run by its reference alone")
+    kind = "deltanet" if "g" not in arrays else "kda" if arrays["g"].ndim == 4 else "gated_deltanet"
+
+    def run(arrays: Arrays) -> jax.Array:
+        q, k, v = (arrays[name] for name in ("query", "key", "value"))
+        gates = {name: arrays[name].astype(jnp.float32) for name in ("g", "beta") if name in arrays}
+        return linear_attention(kind, q, k, v, impl="mosaic_gpu", **gates)[0]
+
+    return jitted(run, arrays, do)
+
+
+SIDES: dict[str, Callable[..., Calls]] = {"ours": ours, "fla": fla, "jla": jla}
+
+
+def kernels_ms(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int = 10) -> dict[str, float]:
+    """Milliseconds per call of each kernel, by CUPTI."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    wait(call())
+    wait(call())
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            result = call()
+        wait(result)
+        torch.cuda.synchronize()
+    found: collections.Counter[str] = collections.Counter()
+    for e in profiler.events():
+        if e.device_type == torch.autograd.DeviceType.CUDA:
+            found[e.name[:40]] += e.time_range.elapsed_us() / repeats / 1e3
+    return dict(found.most_common(12))
+
+
+def decode() -> None:
+    """A step of 128 sequences with 16 heads of 128 x 128, the state in place, beside its byte floor."""
+    B, H, K = 128, 16, 128
+    floor = 2 * B * H * K * K * 4 / BANDWIDTH * 1e3
+    for kind in ("head", "channel"):
+        x = [jax.random.normal(jax.random.key(i), (B, 1, H, K), jnp.float32).astype(jnp.bfloat16) for i in range(3)]
+        beta = jax.nn.sigmoid(x[0][..., 0])
+        g = -jnp.abs(x[1] if kind == "channel" else x[1][..., 0])
+        step = jax.jit(
+            lambda q, k, v, beta, g, S: gated_delta_rule(q, k, v, beta, g, initial_state=S), donate_argnums=5
+        )
+        state = [jnp.zeros((B, H, K, K), jnp.float32)]
+
+        def call(step=step, x=x, beta=beta, g=g, state=state) -> Any:
+            out, state[0] = step(*x, beta, g, state[0])
+            return out
+
+        took = kernel_ms(call, jax.block_until_ready)
+        print(f"decode, gate per {kind}: {took:.4f} ms, byte floor {floor:.4f}, ratio {took / floor:.2f}", flush=True)
+
+
+def errors() -> None:
+    """Relative RMS errors against float64 on the same bfloat16 inputs: output and every gradient."""
+    from ejkernel.testing.compare import relative_rms
+    from ejkernel.testing.delta_cases import BETA_KINDS, GATE_KINDS, KEY_KINDS, DeltaCase
+
+    print("| gate | strength | keys | beta | side | output | dquery | dkey | dvalue | dbeta | dg |\n" + "|---" * 11 + "|")
+    some = [(gate, kind, "unit", "usual") for gate in ("head", "channel") for kind in GATE_KINDS if kind != "positive"]
+    some += [(gate, "mild", keys, beta) for gate in ("head", "channel") for keys in KEY_KINDS for beta in BETA_KINDS]
+    for gate, kind, keys, beta in [(None, "mild", "unit", "usual"), *some]:
+        case = DeltaCase(
+            "errors", batch=1, time=512, key_channels=64, value_channels=64, gate=gate, gate_kind=kind, key_kind=keys,
+            beta_kind=beta, dtype="bfloat16",
+        )  # fmt: skip
+        arrays, _ = case.arguments()
+        want, do = case.expected(), jnp.asarray(case.weights()[0]).astype(jnp.bfloat16)
+        for label in ("ours", "fla"):
+            _, both, wait = SIDES[label](dict(arrays), do, None)
+            wait(result := both())
+            got = named(result)
+            names = [n for n in ("output", "query", "key", "value", "beta", "g") if n in got]
+            found = [relative_rms(got[n], want[n if n == "output" else f"d{n}"]) for n in names]
+            print(f"| {gate} | {kind} | {keys} | {beta} | {label} | " + " | ".join(f"{e:.1e}" for e in found) + " |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
+    parser.add_argument("--rows", nargs="*", default=[""], help="only rows whose 'shape gate;' contains one of these")
+    parser.add_argument("--kernels", action="store_true", help="ours, kernel by kernel")
+    parser.add_argument("--cfg", type=json.loads, help="fields of a configuration for ours, as JSON")
+    parser.add_argument("--errors", action="store_true", help="errors against float64 instead of times")
+    parser.add_argument("--json", help="where the numbers go")
+    options = parser.parse_args()
+    if "fla" in options.sides:
+        from ejkernel.testing.flash_linear import tune_on_all_cores
+
+        tune_on_all_cores()
+    if options.errors:
+        errors()
+        return
+    cfg = None if options.cfg is None else GatedDeltaRuleConfig(**{"schedule": "chunked", "block_q": 64, **options.cfg})
+    if options.rows == [""]:
+        decode()
+    results: list[dict[str, Any]] = []
+    for name, kind in (row for row in ROWS if any(text in f"{row[0]} {row[1]};" for text in options.rows)):
+        row: dict[str, Any] = {"shape": name, "gate": kind}
+        first = None
+        for side in options.sides:
+            arrays, do, cu = inputs(name, kind)
+            try:
+                make = SIDES[side](arrays, do, cu, *([cfg] if side == "ours" else []))
+                forward, both, wait = make
+                row[side] = kernel_ms(forward, wait), kernel_ms(both, wait)
+                if options.kernels and side == "ours":
+                    for label, ms in kernels_ms(both, wait).items():
+                        print(f"    {label:40} {ms:.4f}", flush=True)
+                result = named(both())
+                if first is None:
+                    first = result
+                else:
+                    row[f"{side} differs by"] = max(float(difference(result[n], first[n])) for n in first if n in result)
+            except Exception as problem:
+                print(f"{side} leaves out {name}, {kind}: {str(problem).splitlines()[0][:120]}", file=sys.stderr, flush=True)
+        results.append(row)
+        print(_line(row), flush=True)
+        if options.json:
+            with open(options.json, "w") as file:
+                json.dump({"rows": results}, file, indent=1)
+
+
+def _line(row: dict[str, Any]) -> str:
+    cells = [row["shape"], row["gate"]]
+    for side in SIDES:
+        if side in row:
+            cells.append(f"{side} {row[side][0]:.3f} / {row[side][1]:.3f}")
+            if side != "ours" and "ours" in row:
+                ratios = [ours / theirs for ours, theirs in zip(row["ours"], row[side], strict=True)]
+                cells.append(f"{ratios[0]:.2f} / {ratios[1]:.2f}, differs by {row[f'{side} differs by']:.0e}")
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()
