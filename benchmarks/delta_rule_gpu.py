@@ -134,9 +134,7 @@ def decode() -> None:
         x = [jax.random.normal(jax.random.key(i), (B, 1, H, K), jnp.float32).astype(jnp.bfloat16) for i in range(3)]
         beta = jax.nn.sigmoid(x[0][..., 0])
         g = -jnp.abs(x[1] if kind == "channel" else x[1][..., 0])
-        step = jax.jit(
-            lambda q, k, v, beta, g, S: gated_delta_rule(q, k, v, beta, g, initial_state=S), donate_argnums=5
-        )
+        step = jax.jit(lambda q, k, v, beta, g, S: gated_delta_rule(q, k, v, beta, g, initial_state=S), donate_argnums=5)
         state = [jnp.zeros((B, H, K, K), jnp.float32)]
 
         def call(step=step, x=x, beta=beta, g=g, state=state) -> Any:
@@ -168,7 +166,9 @@ def errors() -> None:
             got = named(result)
             names = [n for n in ("output", "query", "key", "value", "beta", "g") if n in got]
             found = [relative_rms(got[n], want[n if n == "output" else f"d{n}"]) for n in names]
-            print(f"| {gate} | {kind} | {keys} | {beta} | {label} | " + " | ".join(f"{e:.1e}" for e in found) + " |", flush=True)
+            print(
+                f"| {gate} | {kind} | {keys} | {beta} | {label} | " + " | ".join(f"{e:.1e}" for e in found) + " |", flush=True
+            )
 
 
 def main() -> None:

@@ -3,7 +3,7 @@ be here (no CUDA plugin either):
 
     python -m benchmarks.triton_resources [--capability 80 90] [--calls gk g ...] [--candidates] [--json]
 
-A table with one line for each kernel of each call (of `CALLS`; all), or with --json one object a line. Kernels are compiled
+A table with one line for each kernel of each call (of `EVERY`; all), or with --json one object a line. Kernels are compiled
 only where Triton does not interpret them: TRITON_INTERPRET must not be set. Spills are bytes of stack frame a thread.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.testing.triton_calls import CALLS, arguments
+from ejkernel.testing.triton_calls import CALLS, DELTA_CALLS, EVERY, arguments, delta_arguments
 
 
 def resources(kernel: Any) -> dict[str, int]:
@@ -74,25 +74,30 @@ def report(capability: int, calls: list[str], every_candidate: bool = False) -> 
         every_candidate: with each configuration that the tuner would try, instead of the default alone.
     """
     from ejkernel.callib import compile_for
+    from ejkernel.kernels._delta import delta_problem
     from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
-    from ejkernel.kernels._triton import recurrent
-    from ejkernel.kernels._triton.linear._platform import TritonLinear
+    from ejkernel.kernels._triton import gated_delta_rule, recurrent
 
-    def forward(arrays: Any, cfg: Any) -> Any:
-        return recurrent(**arrays, cfg=cfg)
+    def forward(arrays: Any, function: Any, cfg: Any) -> Any:
+        return function(**arrays, cfg=cfg)
 
-    def gradient(arrays: Any, cfg: Any) -> Any:
-        loss = lambda a: sum(x.astype(jnp.float32).sum() for x in recurrent(**a, cfg=cfg))
+    def gradient(arrays: Any, function: Any, cfg: Any) -> Any:
+        loss = lambda a: sum(x.astype(jnp.float32).sum() for x in function(**a, cfg=cfg))
         return jax.grad(loss)(arrays)
 
     for name in calls:
-        arrays = arguments(*CALLS.get(name, (("g", "gk", "gv", "g_gamma"), 128, 128, "bfloat16")))
+        if name in DELTA_CALLS:
+            function, make, arrays = gated_delta_rule, delta_problem, delta_arguments(*DELTA_CALLS[name])
+        else:
+            function, make = recurrent, recurrent_problem
+            arrays = arguments(*CALLS.get(name, (("g", "gk", "gv", "g_gamma"), 128, 128, "bfloat16")))
         if name == "decode":
             arrays = {n: x if n == "g_gamma" else jax.ShapeDtypeStruct(_step(n, x.shape), x.dtype) for n, x in arrays.items()}
         with compile_for(capability):
-            problem = jax.eval_shape(lambda arrays: recurrent_problem(**arrays), arrays)
-        for cfg in TritonLinear().candidates(problem)[: None if every_candidate else 1]:
-            run = functools.partial(forward if name.endswith(("decode", "forward")) else gradient, cfg=cfg)
+            problem = jax.eval_shape(lambda arrays, make=make: make(**arrays), arrays)
+        for cfg in function.implementation.candidates(problem)[: None if every_candidate else 1]:
+            way = forward if name.endswith(("decode", "forward")) else gradient
+            run = functools.partial(way, function=function, cfg=cfg)
             for kernel, used in dict.fromkeys((k, tuple(u.items())) for k, u in kernels_of(run, (arrays,), capability)):
                 yield {"capability": capability, "call": name, "kernel": kernel, **dict(used), "config": _changed(cfg)}
 
@@ -110,7 +115,7 @@ def _changed(cfg: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90], help="80: A100, 90: H100 and H200")
-    parser.add_argument("--calls", nargs="+", default=[*CALLS, "decode"], choices=[*CALLS, "decode"], metavar="CALL")
+    parser.add_argument("--calls", nargs="+", default=EVERY, choices=EVERY, metavar="CALL")
     parser.add_argument("--candidates", action="store_true", help="with every configuration that the tuner would try")
     parser.add_argument("--json", action="store_true", help="one object a line")
     options = parser.parse_args()

@@ -10,10 +10,12 @@ BEGIN, END = "<!-- routes -->\n", "<!-- /routes -->"
 
 def page(text: str) -> str:
     """The page with the tables as they are now."""
-    from ejkernel.kernels._triton.linear._launches import table
+    from ejkernel.kernels._triton.gated_delta_rule import _table as delta
+    from ejkernel.kernels._triton.linear import _launches as linear
 
     before, _, following = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{following.partition(END)[2]}"
+    tables = f"## Linear attention\n\n{linear.table()}\n## The delta rule\n\n{delta.table()}"
+    return f"{before}{BEGIN}\n{tables}\n{END}{following.partition(END)[2]}"
 
 
 if __name__ == "__main__":

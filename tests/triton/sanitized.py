@@ -10,8 +10,11 @@ and only the kernels run on the GPU, so that little else is watched. Exits with 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import inspect
+import itertools
 import pickle
 import pkgutil
 import sys
@@ -25,16 +28,19 @@ import numpy as np
 
 from ejkernel.callib import shared_memory_of
 from ejkernel.kernels import _triton
+from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._triton import recurrent
+from ejkernel.kernels._triton import gated_delta_rule, recurrent
 from ejkernel.kernels._triton.linear.kernels.rows_scan import scan_rows_wide
 from ejkernel.kernels._triton.linear.routes.scans import WIDE_SHARED
+from ejkernel.testing.delta_cases import DeltaCase
 from tests.triton.linear_cases import Case
 
 PACKED = (0, 5, 5, 70, 130)
 RESETS = "resets now and then"  # some chunks are weakly gated, others are not: both ways are watched
+_LONG, _SHORT = GatedDeltaRuleConfig("chunked", 64), GatedDeltaRuleConfig("chunked", 32)
 BF16: dict[str, Any] = {"dtype": "bfloat16", "gate_dtype": "bfloat16", "block_q": 64, "state": True}
-CASES = [
+CASES: list[Case | DeltaRun] = [
     Case((), shape=(1, 70, 2, 1, 40, 24), **BF16),
     Case((), shape=(1, 2100, 1, 1, 24, 40), **BF16),  # splits the sequence
     Case(("g",), shape=(1, 70, 2, 1, 100, 36), block_q=32, state=True),
@@ -50,6 +56,39 @@ CASES = [
     Case(("g", "gk", "gv", "g_gamma"), RESETS, shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, **BF16),
     Case(("g", "gk", "gv", "g_gamma"), shape=(3, 3, 4, 2, 40, 24), schedule="recurrent", **BF16),
     Case(("gk",), shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, schedule="recurrent", reverse=True, **BF16),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaRun:
+    """A case of the delta rule with the parts of `Case` that are used here."""
+
+    case: DeltaCase
+    cfg: GatedDeltaRuleConfig = _LONG
+
+    def __str__(self) -> str:
+        return f"delta rule {self.case} {self.cfg.schedule}"
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...] | None:
+        lengths = self.case.lengths
+        return None if lengths is None else tuple(itertools.accumulate((0, *lengths)))
+
+    def arrays(self) -> dict[str, jax.Array]:
+        return self.case.arguments()[0]
+
+    def weights(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.case.weights()
+
+
+_DELTA: dict[str, Any] = {"initial_state": True, "key_channels": 40, "value_channels": 24, "dtype": "bfloat16"}
+_PACKED_DELTA: dict[str, Any] = {**_DELTA, "lengths": (5, 0, 65, 60)}
+CASES += [
+    DeltaRun(DeltaCase("head", batch=1, gate="head", **_DELTA)),
+    DeltaRun(DeltaCase("ungated packed", **_PACKED_DELTA)),
+    DeltaRun(DeltaCase("channel packed", gate="channel", gate_kind="resets", reverse=True, **_PACKED_DELTA)),
+    DeltaRun(DeltaCase("channel float32", batch=1, gate="channel", **{**_DELTA, "dtype": "float32"}), _SHORT),
+    DeltaRun(DeltaCase("channel packed", gate="channel", **_PACKED_DELTA), GatedDeltaRuleConfig("recurrent", 64)),
 ]
 
 
@@ -70,13 +109,17 @@ def name_of(kernel: Any) -> str:
     return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__qualname__}"
 
 
-def value_and_gradient(case: Case) -> Any:
+def value_and_gradient(case: Case | DeltaRun) -> Any:
     """Values and gradients of a case's loss."""
-    cfg = LinearConfig(schedule=case.schedule, block_q=case.block_q)
+    if isinstance(case, DeltaRun):
+        function = functools.partial(gated_delta_rule, reverse=case.case.reverse, cfg=case.cfg)
+    else:
+        cfg = LinearConfig(schedule=case.schedule, block_q=case.block_q)
+        function = functools.partial(recurrent, reverse=case.reverse, cfg=cfg)
 
     def run(arrays: dict[str, Any], cu_seqlens: Any, weights: Any) -> Any:
         def loss(arrays: dict[str, Any]) -> Any:
-            out = recurrent(**arrays, cu_seqlens=cu_seqlens, reverse=case.reverse, cfg=cfg)
+            out = function(**arrays, cu_seqlens=cu_seqlens)
             return sum(jnp.sum(x.astype(jnp.float32) * w) for x, w in zip(out, weights, strict=True)), out
 
         return jax.grad(loss, has_aux=True)(arrays)
@@ -84,7 +127,7 @@ def value_and_gradient(case: Case) -> Any:
     return run
 
 
-def arguments(case: Case) -> tuple[Any, Any, Any]:
+def arguments(case: Case | DeltaRun) -> tuple[Any, Any, Any]:
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         arrays = {name: np.asarray(x) for name, x in jax.jit(case.arrays)().items()}
     cu_seqlens = None if case.cu_seqlens is None else np.asarray(case.cu_seqlens, np.int32)

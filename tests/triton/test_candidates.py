@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
 from ejkernel.kernels._triton import recurrent
-from ejkernel.kernels._triton.linear._platform import TritonLinear
 from ejkernel.kernels._triton._recurrence import MOST
+from ejkernel.kernels._triton.linear._platform import TritonLinear
 from ejkernel.testing.triton_calls import arguments
 from tests.triton.processes import outside
 

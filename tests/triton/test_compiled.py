@@ -9,15 +9,17 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from ejkernel.testing.triton_calls import CALLS
+from ejkernel.testing.triton_calls import EVERY
 from tests.triton.processes import outside
 from tests.triton.spills import outdated, unexplained
 
-# All of ejkernel.testing.triton_calls.CALLS and "decode", in groups that take about as long (25 s where nothing is cached).
+# All of ejkernel.testing.triton_calls, in groups that take about as long (25 s where nothing is cached).
 GROUPS = [
     ["none", "gk", "g broad", "g float16", "decode"],
     ["g", "g_gamma", "gk wide", "g wide"],
     ["gk gv", "gk gv forward", "all float32"],
+    ["delta head", "delta none wide", "delta head float32"],
+    ["delta channel", "delta channel wide", "delta channel float32"],
 ]
 
 
@@ -35,4 +37,4 @@ def test_kernels_compile_and_fit(capability, calls):
 
 
 def test_groups_hold_every_call():
-    assert sorted(call for group in GROUPS for call in group) == sorted([*CALLS, "decode"])
+    assert sorted(call for group in GROUPS for call in group) == sorted(EVERY)

@@ -9,8 +9,8 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 
 from ejkernel._device import device_of
 from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
-from ejkernel.kernels._triton.linear._platform import TritonLinear
 from ejkernel.kernels._triton.linear._plan import Plan
+from ejkernel.kernels._triton.linear._platform import TritonLinear
 from ejkernel.kernels._triton.linear.routes import ROUTES, route_of
 from ejkernel.testing.compare import LINEAR_TOLERANCES, relative_rms
 from tests.triton.along import run_along

@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 from ejkernel._device import Device
 from ejkernel.callib import shared_memory_of
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
-from ejkernel.kernels._triton.linear._platform import TritonLinear
+from ejkernel.kernels._triton._recurrence import MAX_STEPS, MOST
 from ejkernel.kernels._triton.linear._launches import arrays_of, launches
 from ejkernel.kernels._triton.linear._plan import GATES, Plan
-from ejkernel.kernels._triton._recurrence import MAX_STEPS, MOST
+from ejkernel.kernels._triton.linear._platform import TritonLinear
 from ejkernel.kernels._triton.linear._solve import gradients_along
 from ejkernel.kernels._triton.linear.routes import ROUTES, route_of
 from ejkernel.kernels._triton.linear.routes.scans import WIDE_SHARED

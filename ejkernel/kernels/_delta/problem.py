@@ -26,7 +26,6 @@ from ejkernel.kernels._delta import checks
 from ejkernel.kernels._linear import checks as shared
 from ejkernel.kernels._linear.problem import state_dtype
 
-
 EPSILON = 1e-6  # of use_qk_l2norm
 
 

@@ -8,4 +8,6 @@ if TYPE_CHECKING:  # the names that `offer` makes
     from ejkernel.kernels._triton.gated_delta_rule._interface import gated_delta_rule
     from ejkernel.kernels._triton.linear._interface import lightning_attn, recurrent, recurrent_gla
 
-__all__ = offer(__name__, recurrent="linear", recurrent_gla="linear", lightning_attn="linear", gated_delta_rule="gated_delta_rule")
+__all__ = offer(
+    __name__, recurrent="linear", recurrent_gla="linear", lightning_attn="linear", gated_delta_rule="gated_delta_rule"
+)

@@ -34,10 +34,11 @@ class TritonDeltaRule(TritonRecurrence[DeltaProblem, GatedDeltaRuleConfig]):
         return super().refuses(problem, cfg)
 
     def heuristic(self, problem: DeltaProblem) -> GatedDeltaRuleConfig:
-        """From measurements on an H200 (benchmarks/NOTES_gpu.md)."""
+        """From measurements on an H200 (benchmarks/NOTES_gpu.md). Chunks of 32 rows in float32 cost fewer digits where keys are
+        alike, and fit."""
         schedule: Schedule = "recurrent" if problem.shape[1] <= MAX_STEPS else "chunked"
-        wide = problem.query.dtype.itemsize == 4 and problem.shape[3] > 64
-        return GatedDeltaRuleConfig(schedule=schedule, block_q=32 if wide else 64, platform="triton", backend="gpu")
+        rows = 64 if problem.query.dtype.itemsize == 2 else 32
+        return GatedDeltaRuleConfig(schedule=schedule, block_q=rows, platform="triton", backend="gpu")
 
     def solve(self, problem: DeltaProblem, cfg: GatedDeltaRuleConfig) -> tuple[Array, Array]:
         output, final_state = super().solve(problem.normalised(), cfg)

@@ -132,13 +132,16 @@ ROWS = (
 
 def table() -> str:
     """The routes and their kernels as Markdown: what `docs/routes.md` shows."""
-    lines = ["| route | calls |", "|---|---|", *(f"| {route.title} | {route.covers} |" for route in ROUTES), ""]
+    return routes_table(ROUTES, [(row.call, route_of(Plan.of(p, row.cfg)), p) for row in ROWS for p in [row.problem()]])
+
+
+def routes_table(routes: Iterable[type[Route]], calls: Iterable[tuple[str, Route, Problem]]) -> str:
+    """Both tables of a family; calls: for readers, with their routes."""
+    lines = ["| route | calls |", "|---|---|", *(f"| {route.title} | {route.covers} |" for route in routes), ""]
     lines += ["| call | route | forward | backward |", "|---|---|---|---|"]
-    for row in ROWS:
-        problem = row.problem()
-        route = route_of(Plan.of(problem, row.cfg))
+    for call, route, problem in calls:
         found = launches(route, arrays_of(problem))
-        lines.append(f"| {row.call} | {route.name} | {_kernels(found.forward)} | {_kernels(found.backward)} |")
+        lines.append(f"| {call} | {route.name} | {_kernels(found.forward)} | {_kernels(found.backward)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -17,9 +17,7 @@ FORWARD = (
     "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) of this operation needs platform='xla': "
     "the triton platform has reverse mode only."
 )
-SECOND = (
-    "the gradient of a gradient of this operation needs platform='xla': the triton platform's gradient has no derivative."
-)
+SECOND = "the gradient of a gradient of this operation needs platform='xla': the triton platform's gradient has no derivative."
 
 _marked_p = Primitive("reverse_mode_only")
 _marked_p.multiple_results = True

@@ -30,17 +30,17 @@ def load_per_head(x, token, rows, head, H: tl.constexpr, C: tl.constexpr, SIGN: 
 
 
 @triton.jit
-def _put(x, i: tl.constexpr, value):
-    """The tuple x with element i replaced."""
-    return x[:i] + (value,) + x[i + 1 :]
-
-
-@triton.jit
 def _block(x, index, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr):
     """Where block (i, j) of matrix `index` of x [matrices, C, C] lies."""
     t = i * 16 + tl.arange(0, 16)[:, None]
     s = j * 16 + tl.arange(0, 16)[None, :]
     return x + index * (C * C) + (t * C + s)
+
+
+@triton.jit
+def _put(x, i: tl.constexpr, value):
+    """The tuple x with element i replaced."""
+    return x[:i] + (value,) + x[i + 1 :]
 
 
 @triton.jit
@@ -99,6 +99,13 @@ def _decay(
 
 
 @triton.jit
+def _dot(a, b, PREC: tl.constexpr):
+    """a b of float32 blocks. Where tf32 will do, the bits of an operand that it does not read are cut off, not rounded: a
+    quarter of what the result is rounded by when it is stored, and half of the instructions."""
+    return tl.dot(a, b, input_precision=PREC)
+
+
+@triton.jit
 def _inverse(W, PREC: tl.constexpr):
     """(I + W)^-1 for W [16, 16] strictly lower triangular, by doubling blocks: [[X1, 0], [-X2 W21 X1, X2]].
 
@@ -109,14 +116,14 @@ def _inverse(W, PREC: tl.constexpr):
     X = tl.where(t == s, 1.0, 0.0) - tl.where((t ^ s) == 1, W, 0.0)
     for level in tl.static_range(1, 4):
         met = tl.where(((t ^ s) >> level) == 1, W, 0.0)
-        X -= dot(X, dot(met, X, None, tl.float32, PREC), None, tl.float32, PREC)
+        X -= _dot(X, _dot(met, X, PREC), PREC)
     return X
 
 
 @triton.jit
 def delta_correction(
     q, k, gs, beta, M, M_low, chunks, scale, T, NT,
-    Z, scores,
+    Z, scores, key_scores,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +131,7 @@ def delta_correction(
 
     M, M_low [chunks, H, C, C]: the scores of keys with keys and, where it matters, their low part; None with one gate per head
     or none, where they are made here, and with them those of queries with keys: scores [chunks, H, C, C], scaled, 0 for s > t.
-    gs: as `head_decays` reads it.
+    gs: as `head_decays` reads it. key_scores [chunks, H, C, C]: M as it is multiplied, 0 for s >= t, if asked for.
     """
     N: tl.constexpr = C // 16
     _, head, s = program_at(1, H)
@@ -132,9 +139,11 @@ def delta_correction(
     if rows <= 0:
         return
     index = s.to(tl.int64) * H + head
+    kv = head // (H // HK)
     r = tl.arange(0, 16)
     below = r[:, None] > r[None, :]
-    blocks = ()  # of M
+    nothing = tl.zeros([16, 16], Z.dtype.element_ty)
+    blocks = ()  # (i, j), j <= i, of the scores of keys with keys, one row of blocks after the other
     if M is not None:
         for i in tl.static_range(N):
             for j in tl.static_range(i + 1):
@@ -143,32 +152,40 @@ def delta_correction(
                     one += tl.load(_block(M_low, index, i, j, C)).to(tl.float32)
                 blocks = blocks + (one,)
     else:
-        blocks = _products(k, k, token, rows, head // (H // HK), HK, K, BK, N, SIGN, EVEN, DT, PREC)
+        blocks = _products(k, k, token, rows, kv, HK, K, BK, N, SIGN, EVEN, DT, PREC)
         if gs is not None:
             for i in tl.static_range(N):
                 for j in tl.static_range(i + 1):
                     decay = _decay(gs, token, rows, index, head, i, j, H, HGS, C, SIGN, EXACT)
                     blocks = _put(blocks, i * (i + 1) // 2 + j, blocks[i * (i + 1) // 2 + j] * decay)
-    betas = ()
+    # Z_ij = X_i (M_ij - sum over n of M_in beta_n Z_nj), X_i the inverse of a diagonal block, column by column.
+    diagonal = ()
     inverses = ()
+    betas = ()
     for i in tl.static_range(N):
-        own = tl.where(below, blocks[i * (i + 3) // 2], 0.0)  # on the diagonal
-        blocks = _put(blocks, i * (i + 3) // 2, own)
+        own = tl.where(below, blocks[i * (i + 3) // 2], 0.0)
         betas = betas + (load_per_head(beta, token + SIGN * 16 * i, rows - 16 * i, head, H, 16, SIGN)[None, :],)
+        diagonal = diagonal + (own,)
         inverses = inverses + (_inverse(own * betas[i], PREC),)
-    # Rows of blocks from above: Z_ij = X_i (M_ij - sum over n of M_in beta_n Z_nj), X_i the diagonal block's inverse.
+    if key_scores is not None:
+        for i in tl.static_range(N):
+            tl.store(_block(key_scores, index, i, i, C), diagonal[i])
+            for j in tl.static_range(i):
+                tl.store(_block(key_scores, index, i, j, C), blocks[i * (i + 1) // 2 + j])
+                tl.store(_block(key_scores, index, j, i, C), tl.zeros([16, 16], tl.float32))
     for j in tl.static_range(N):
-        column = ()
-        for i in tl.static_range(j, N):
+        column = (_dot(inverses[j], diagonal[j], PREC),)
+        tl.store(_block(Z, index, j, j, C), column[0].to(Z.dtype.element_ty))
+        for i in tl.static_range(j + 1, N):
             total = blocks[i * (i + 1) // 2 + j]
             for n in tl.static_range(j, i):
-                total -= dot(blocks[i * (i + 1) // 2 + n] * betas[n], column[n - j], None, tl.float32, PREC)
-            column = column + (dot(inverses[i], total, None, tl.float32, PREC),)
-            tl.store(_block(Z, index, i, j, C), column[i - j].to(Z.dtype.element_ty))
-            if i > j:
-                tl.store(_block(Z, index, j, i, C), tl.zeros([16, 16], Z.dtype.element_ty))
+                total -= _dot(blocks[i * (i + 1) // 2 + n] * betas[n], column[n - j], PREC)
+            found = _dot(inverses[i], total, PREC)
+            column = column + (found,)
+            tl.store(_block(Z, index, i, j, C), found.to(Z.dtype.element_ty))
+            tl.store(_block(Z, index, j, i, C), nothing)
     if scores is not None:
-        blocks = _products(q, k, token, rows, head // (H // HK), HK, K, BK, N, SIGN, EVEN, DT, PREC)
+        blocks = _products(q, k, token, rows, kv, HK, K, BK, N, SIGN, EVEN, DT, PREC)
         for i in tl.static_range(N):
             for j in tl.static_range(i + 1):
                 one = blocks[i * (i + 1) // 2 + j] * scale
@@ -178,4 +195,4 @@ def delta_correction(
                     one = tl.where(r[:, None] >= r[None, :], one, 0.0)
                 tl.store(_block(scores, index, i, j, C), one.to(scores.dtype.element_ty))
                 if i > j:
-                    tl.store(_block(scores, index, j, i, C), tl.zeros([16, 16], scores.dtype.element_ty))
+                    tl.store(_block(scores, index, j, i, C), nothing)

@@ -45,7 +45,7 @@ def delta_head_gradients(
 ):  # fmt: skip
     """Programs: chunks * heads. dq, dk [tokens, H, K]; dg [tokens, H] (None without a gate).
 
-    do, dv, errors [tokens, H, V]; starts, ends [chunks, H, K, V]: S before, dS after every chunk. gs: as `head_decays` reads it.
+    do, dv, errors [tokens, H, V]; starts, ends [chunks, H, K, V]: S before, dS after each. gs: as `head_decays` reads it.
     """
     _, head, s = program_at(1, H)
     kv = head // (H // HK)
@@ -58,12 +58,13 @@ def delta_head_gradients(
     bb = load_per_head(beta, token, rows, head, H, C, SIGN)
     dN = tl.zeros([C, C], tl.float32)
     dM = tl.zeros([C, C], tl.float32)
-    for c in range(0, V, BV):
+    ONE: tl.constexpr = V <= BV  # then rows of value channels are read once, and stay in shared memory
+    for c in tl.static_range(0, V, BV):
         bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)  # [C, BV]
         br = load_rows(dv, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
-        be = tl.trans(load_rows(errors, token, rows, head, c, H, V, C, BV, SIGN, EVEN).to(DT))
-        dN = dot(bd, be, dN, DT, PREC)
-        dM = dot(br, be, dM, DT, PREC)
+        be = load_rows(errors, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
+        dN = dot(bd, tl.trans(be.to(DT)), dN, DT, PREC)
+        dM = dot(br, tl.trans(be.to(DT)), dM, DT, PREC)
     dN *= bb[None, :]  # beta is a factor of rows of U, so of what comes out of products with E
     dM *= bb[None, :]
     if gs is not None:
@@ -94,10 +95,13 @@ def delta_head_gradients(
         xq = tl.zeros([C, BK], tl.float32)
         xp = tl.zeros([C, BK], tl.float32)
         xs = tl.zeros([C, BK], tl.float32)
-        for c in range(0, V, BV):
-            bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)  # [C, BV]
-            br = load_rows(dv, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
-            be = load_rows(errors, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
+        bq = load_rows(q, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
+        bk = load_rows(k, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)
+        for c in tl.static_range(0, V, BV):
+            if not ONE:
+                bd = load_rows(do, token, rows, head, c, H, V, C, BV, SIGN, EVEN)  # [C, BV]
+                br = load_rows(dv, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
+                be = load_rows(errors, token, rows, head, c, H, V, C, BV, SIGN, EVEN)
             S = load_state(starts, index, a, c, K, V, V, 1, BK, BV)  # [BK, BV]
             dS = load_state(ends, index, a, c, K, V, V, 1, BK, BV)
             xq = dot(bd, tl.trans(S.to(DT)), xq, DT, PREC)
@@ -105,8 +109,6 @@ def delta_head_gradients(
             xs = dot(be, tl.trans(dS.to(DT)), xs, DT, PREC)
             if gs is not None:
                 through += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1), 0)
-        bq = load_rows(q, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
-        bk = load_rows(k, token, rows, kv, a, HK, K, C, BK, SIGN, EVEN)
         fq = bq.to(tl.float32)
         fk = bk.to(tl.float32)
         xq *= scale

@@ -5,8 +5,8 @@
 
 qP, kP: query (scaled) and key times the decays up to and with their row; ks: key times the decays after it; N[t, s]: the scores
 qP_t . k_s with the decay from s to t, for s <= t; D: the chunk's decay; Z: of `delta_correction`. With a gate per key channel
-(ROWS) the rows were made before, chunk by chunk. With one per head or none they are read as they came: the decays are factors of
-whole rows then, and multiply what comes out of a product.
+(ROWS) the rows were made before, chunk by chunk. With one per head or none they are read as they came: the decays are factors
+of whole rows then, and multiply what comes out of a product.
 
 A program holds all key channels of a state for BV value channels, and scans one sequence. Everything that it computes is
 transposed, [value channels, rows or key channels]: so each result is the left operand of the next product, which the tensor
@@ -32,13 +32,16 @@ def _load_prepared(x, index, C: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def delta_scan(
-    q, k, ks, N, chunk_decay, v, beta, gs, Z, begin, chunks, segments, scale, T, NT, NS, SC,
+    q, k, ks, N, M, chunk_decay, v, beta, gs, Z, begin, chunks, segments, scale, T, NT, NS, SC,
     o, final, states, errors,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: value tiles * sequences * heads; BK >= K. N, Z [chunks, H, C, C].
+
+    M [chunks, H, C, C], 0 for s >= t: the scores of keys with keys, by which E is refined once where float32's digits are asked
+    for: Z alone would lose some where keys are alike and beta is near 2. Else None.
 
     With ks and chunk_decay given, q, k and ks are prepared rows [chunks, H, C, BK], q scaled, and chunk_decay [chunks, H, BK].
     states [chunks, H, K, V] (S before every chunk) and errors [tokens, H, V] (E) are kept if given.
@@ -84,6 +87,9 @@ def delta_scan(
             bo *= scale
         R = tl.trans(bv).to(tl.float32) - R
         E = R - dot(R * bb, tl.trans(bz), None, DT, PREC)
+        if M is not None:
+            left = R - E - tl.dot(E * bb, tl.trans(_load_prepared(M, index, C, C)), input_precision="ieee")
+            E += left - dot(left * bb, tl.trans(bz), None, DT, PREC)
         U = E * bb
         bo = dot(U, tl.trans(bn), bo, DT, PREC)
         if not ROWS:
@@ -98,7 +104,7 @@ def delta_scan(
 
 @triton.jit
 def delta_adjoint_scan(
-    q, k, ks, N, chunk_decay, do, beta, gs, Z, errors, begin, chunks, segments, scale, T, NT, NS, SC,
+    q, k, ks, N, M, chunk_decay, do, beta, gs, Z, errors, begin, chunks, segments, scale, T, NT, NS, SC,
     dv, dbeta, final, states,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
@@ -152,6 +158,9 @@ def delta_adjoint_scan(
         R = dot(bd, bn, R, DT, PREC)
         S = dot(read, bq, S, DT, PREC)
         dU = R - dot(R * bb, bz, None, DT, PREC)
+        if M is not None:
+            left = R - dU - tl.dot(dU * bb, _load_prepared(M, index, C, C), input_precision="ieee")
+            dU += left - dot(left * bb, bz, None, DT, PREC)
         dR = dU * bb
         negative = -dR
         if not ROWS:

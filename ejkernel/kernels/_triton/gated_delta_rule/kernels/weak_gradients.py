@@ -15,11 +15,9 @@ from ejkernel.kernels._triton.linear.kernels.tiles import (
     channel_log_decay,
     chunk_at,
     dot,
-    dot_split,
     exp_of_log,
     load_rows,
     load_state,
-    low_part,
     onwards,
     program_at,
     store_rows,
@@ -31,11 +29,11 @@ from ejkernel.kernels._triton.linear.kernels.weak_chunks import from_middle
 @triton.jit
 def delta_score_adjoints(
     do, dv, errors, beta, weak, chunks, scale, T, NT,
-    dN, dN_low, dM, dM_low,
+    dN, dM,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Programs: chunks * heads. The adjoints of the scores of queries with keys, for s <= t, and of keys with keys, for s < t:
-    scale * do U^T and -dv U^T, [chunks, H, 64, 64], high and low part, in chunks that are `weak` [chunks, H]."""
+    scale * do U^T and -dv U^T, [chunks, H, 64, 64], in chunks that are `weak` [chunks, H]."""
     C: tl.constexpr = 64
     DT: tl.constexpr = dN.dtype.element_ty
     _, head, s = program_at(1, H)
@@ -59,18 +57,16 @@ def delta_score_adjoints(
     at = index * (C * C) + (t * C + u)
     N = tl.where(t >= u, N * (b * scale), 0.0)
     tl.store(dN + at, N.to(DT))
-    tl.store(dN_low + at, low_part(N, N.to(DT)))
     M = tl.where(t > u, M * -b, 0.0)
     tl.store(dM + at, M.to(DT))
-    tl.store(dM_low + at, low_part(M, M.to(DT)))
 
 
 @triton.jit
 def delta_weak_gradients(
-    q, k, g, beta, do, dv, errors, dN, dN_low, dM, dM_low, starts, ends, weak, chunks, scale, T, NT,
+    q, k, g, beta, do, dv, errors, dN, dM, starts, ends, weak, chunks, scale, T, NT,
     dq, dk, dg,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr, GATE_PARTS: tl.constexpr, STAGES: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr, GATE_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Programs: tiles of BK key channels * chunks * heads. dq, dk, dg [tokens, H, K] in chunks that are `weak` [chunks, H].
 
@@ -93,7 +89,7 @@ def delta_weak_gradients(
     ar = tl.zeros([C, BK], tl.float32)  # adjoint of k exp(c - m)
     ak = tl.zeros([C, BK], tl.float32)  # adjoint of k exp(m - c)
     through = tl.zeros([BK], tl.float32)
-    for c2 in tl.range(0, V, BV, num_stages=STAGES):
+    for c2 in range(0, V, BV):
         bd = load_rows(do, token, rows, head, c2, H, V, C, BV, SIGN, EVEN)  # [C, BV]
         br = load_rows(dv, token, rows, head, c2, H, V, C, BV, SIGN, EVEN)
         be = load_rows(errors, token, rows, head, c2, H, V, C, BV, SIGN, EVEN)
@@ -107,25 +103,25 @@ def delta_weak_gradients(
         channel_log_decay(g, None, None, token, rows, seq, head, col, False, H, H, 1, K, C, BK, SIGN, EVEN), GATE_PARTS
     )  # [C, BK], [BK]
     bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN).to(tl.float32)
-    fk = bk * exp_of_log(-c)
+    fk = (bk * exp_of_log(-c)).to(DT)
+    fr = (bk * exp_of_log(c)).to(DT)
+    bq = load_rows(q, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN).to(tl.float32)
+    fq = (bq * exp_of_log(c)).to(DT)
+    aq *= (half * scale)[None, :]
+    ar *= -half[None, :]
     ak *= load_per_head(beta, token, rows, head, H, C, SIGN)[:, None] * half[None, :]
-    everything = through * half * half + tl.sum(fk * ak, 0)
-    k_high = fk.to(DT)
-    k_low = low_part(fk, k_high)
+    everything = through * half * half + tl.sum(fk.to(tl.float32) * ak, 0)
     at = index * (C * C) + (r[:, None] * C + r[None, :])
-    high = tl.load(dN + at)
-    low = tl.load(dN_low + at)
-    aq = dot_split(high, low, k_high, k_low, aq * (half * scale)[None, :])
+    scores = tl.load(dN + at)
+    aq = dot(scores, fk, aq, DT, PREC)
     store_rows(dq, exp_of_log(c) * aq, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
-    fq = load_rows(q, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN).to(tl.float32) * exp_of_log(c)
-    found = fq * aq
-    ak = dot_split(tl.trans(high), tl.trans(low), fq.to(DT), low_part(fq, fq.to(DT)), ak)
-    high = tl.load(dM + at)
-    low = tl.load(dM_low + at)
-    ar = dot_split(high, low, k_high, k_low, ar * -half[None, :])
-    fr = bk * exp_of_log(c)
-    found += fr * ar
-    ak = dot_split(tl.trans(high), tl.trans(low), fr.to(DT), low_part(fr, fr.to(DT)), ak)
+    ak = dot(tl.trans(scores), fq, ak, DT, PREC)
+    scores = tl.load(dM + at)
+    ar = dot(scores, fk, ar, DT, PREC)
+    ak = dot(tl.trans(scores), fr, ak, DT, PREC)
     store_rows(dk, exp_of_log(c) * ar + exp_of_log(-c) * ak, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
-    found = sums(onwards(C), found - fk * ak, 2) + everything[None, :]  # as in `weak_axis`
+    # As in `weak_axis`, but with the rows as they were rounded for the products: so a pair of rows counts at both by the very
+    # same product, and nothing is left of it in rows before both.
+    found = fq.to(tl.float32) * aq + fr.to(tl.float32) * ar - fk.to(tl.float32) * ak
+    found = sums(onwards(C), found, 2) + everything[None, :]
     store_rows(dg, found, token, rows, head, col, H, K, C, BK, SIGN, EVEN)

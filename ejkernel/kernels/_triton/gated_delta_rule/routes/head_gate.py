@@ -15,8 +15,7 @@ from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
 
 CHANGES: Changes = (
-    {"block_d": 32}, {"block_d": 16}, {"num_warps": 8}, {"num_stages": 1}, {"num_stages": 3}, {"block_d": 32, "num_stages": 3},
-    {"block_d": 32, "num_warps": 2}, {"block_q": 32},
+    {"block_d": 32}, {"block_d": 64}, {"num_warps": 8}, {"num_stages": 1}, {"block_d": 32, "num_warps": 2}, {"block_q": 32},
 )  # fmt: skip
 
 
@@ -33,14 +32,24 @@ class DeltaHeadGate(Route):
         return cls(plan) if plan.per_head else None
 
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
-        Z, rows = head_gate_rows(call)
-        found = scan(call, rows, Z, keep)
-        saved = {"Z": Z, "scores": rows.scores, "states": found.states, "errors": found.errors, **call.kept_log_decays} if keep else {}
+        correction, rows = head_gate_rows(call)
+        found = scan(call, rows, correction, keep)
+        saved = (
+            {
+                "correction": correction,
+                "scores": rows.scores,
+                "states": found.states,
+                "errors": found.errors,
+                **call.kept_log_decays,
+            }
+            if keep
+            else {}
+        )
         return found.output, found.final, saved
 
     def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
         rows = Rows(call.arrays["query"], call.arrays["key"], saved["scores"])
-        back = scan_back(call, rows, saved["Z"], saved["errors"], do, dfinal)
+        back = scan_back(call, rows, saved["correction"], saved["errors"], do, dfinal)
         found = _chunk_gradients(call, do, saved, back)
         return Gradients(found["dq"], found["dk"], back.value, back.initial_state, found.get("dg"), beta=back.beta)
 
@@ -52,7 +61,6 @@ def _chunk_gradients(call: Call, do: Array, saved: Saved, back: ScannedBack) -> 
     """Per value head: dq, dk [B, T, H, K], and dg [B, T, H] of the log decays if there are."""
     plan, (B, T, H, K, V), chunks = call.plan, call.dims, call.chunks
     q, k = call.arrays["query"], call.arrays["key"]
-    wide = 64 if plan.bfloat16 else 32
     out = {
         "dq": shape((B, T, H, K), call.per_head_dtype(q)), "dk": shape((B, T, H, K), call.per_head_dtype(k)),
         "dg": shape((B, T, H), np.float32) if plan.gates else None,
@@ -63,6 +71,6 @@ def _chunk_gradients(call: Call, do: Array, saved: Saved, back: ScannedBack) -> 
     }  # fmt: skip
     return triton_call(
         arguments=arguments, out_shape=out, kernel=head_gradients.delta_head_gradients, grid=(chunks.count * H,),
-        HK=heads(k), K=K, V=V, BK=tile(K, wide), BV=tile(V, wide), EXACT=plan.exact, num_warps=plan.num_warps or 4,
-        num_stages=plan.num_stages or 2, shrink_stages=call.shrinks_stages, **call.constants(),
+        HK=heads(k), K=K, V=V, BK=tile(K, 32), BV=tile(V, 128 if plan.bfloat16 else 64), EXACT=plan.exact,
+        num_warps=plan.num_warps or 4, num_stages=plan.num_stages or 2, shrink_stages=call.shrinks_stages, **call.constants(),
     )  # fmt: skip

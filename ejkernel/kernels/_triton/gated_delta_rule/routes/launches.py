@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
-from ejkernel.kernels._triton.gated_delta_rule.kernels import correction, scans
+from ejkernel.kernels._triton.gated_delta_rule.kernels import scans
+from ejkernel.kernels._triton.gated_delta_rule.kernels.correction import delta_correction
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
@@ -29,51 +30,59 @@ class Rows(NamedTuple):
         }  # fmt: skip
 
 
-def head_gate_rows(call: Call) -> tuple[Array, Rows]:
-    """(Z, rows with their scores) of a call with one gate per head, or none."""
+class Correction(NamedTuple):
+    """How the rows of a chunk correct each other's errors, [chunks, H, C, C]."""
+
+    Z: Array
+    key_scores: Array | None  # where products are as good as float32's: to refine the errors once
+
+
+def head_gate_rows(call: Call) -> tuple[Correction, Rows]:
+    """What the scans of a call with one gate per head, or none, read."""
     q, k, _ = call.query_key_value
-    H, plan = call.dims[2], call.plan
-    scores = shape((call.chunks.count, H, plan.C, plan.C), plan.operand)
-    found = _correction(call, {"q": q, "M": None, "M_low": None}, scores)
-    return found["Z"], Rows(q, k, found["scores"])
+    found = _correction(call, {"q": q, "M": None, "M_low": None}, with_scores=True)
+    return Correction(found["Z"], found.get("key_scores")), Rows(q, k, found["scores"])
 
 
-def correction_of(call: Call, scores: Array, scores_low: Array | None = None) -> Array:
-    """Z from the scores of keys with keys."""
-    return _correction(call, {"q": None, "M": scores, "M_low": scores_low}, None)["Z"]
+def correction_of(call: Call, scores: Array, scores_low: Array | None = None) -> Correction:
+    """From the scores of keys with keys."""
+    found = _correction(call, {"q": None, "M": scores, "M_low": scores_low}, with_scores=False)
+    return Correction(found["Z"], found.get("key_scores"))
 
 
-def _correction(call: Call, given: dict[str, Array | None], scores: Any) -> dict[str, Array]:
+def _correction(call: Call, given: dict[str, Array | None], with_scores: bool) -> dict[str, Array]:
     plan, (_, _, H, K, _), chunks = call.plan, call.dims, call.chunks
     k = call.arrays["key"]
+    matrix = shape((chunks.count, H, plan.C, plan.C), plan.operand)
     return triton_call(
         arguments={
             **given, "k": k, "gs": call.head_gates["gs"], "beta": call.arrays["beta"], "scale": plan.scale, **chunks.arguments,
         },
-        out_shape={"Z": shape((chunks.count, H, plan.C, plan.C), plan.operand), "scores": scores},
-        kernel=correction.delta_correction, grid=(chunks.count * H,), HK=heads(k), K=K,
+        out_shape={"Z": matrix, "scores": matrix if with_scores else None, "key_scores": matrix if plan.exact else None},
+        kernel=delta_correction, grid=(chunks.count * H,), HK=heads(k), K=K,
         BK=tile(K, 64 if plan.bfloat16 else 32), EXACT=plan.exact, num_warps=1, num_stages=1, **call.constants(),
     )  # fmt: skip
 
 
-def value_tile(plan: Plan) -> int:
+def value_tile(plan: Plan, most: int) -> int:
     """Value channels per program of a scan: what leaves room in registers for a state of all key channels."""
     if plan.block_d is not None:
         return plan.block_d
     if plan.bfloat16:
-        return tile(plan.V, 128 if plan.K <= 128 else 64)
+        return tile(plan.V, most if plan.K <= 128 else 64)
     return tile(plan.V, 64 if plan.K <= 64 else 32)
 
 
-def _scan(call: Call, rows: Rows) -> dict[str, Any]:
+def _scan(call: Call, rows: Rows, BV: int, stages: int) -> dict[str, Any]:
     """What both scans are launched with."""
     plan, (_, _, H, K, V) = call.plan, call.dims
-    BV = value_tile(plan)
     BK = tile(K, 256) if rows.chunk_decay is None else rows.chunk_decay.shape[2]
     return {
-        "grid": (cdiv(V, BV) * _segments(call).count * H,), "HK": heads(call.arrays["key"]), "K": K, "V": V,
-        "BK": BK, "BV": BV, "EXACT": plan.exact, "STAGES": plan.num_stages or 2, "num_warps": plan.num_warps or (8 if BV > 64 or BK > 128 else 4),
-        "shrink_stages": call.shrinks_stages, **call.constants(),
+        "grid": (cdiv(V, BV) * _segments(call).count * H,), "HK": heads(call.arrays["key"]), "K": K, "V": V, "BK": BK,
+        "BV": BV, "EXACT": plan.exact, "STAGES": plan.num_stages or stages,
+        "num_warps": plan.num_warps or (8 if BV > 64 or BK > 128 else 4), "shrink_stages": call.shrinks_stages,
+        "maxnreg": 255,  # said, since ptxas takes 32 by itself for sm_80 and spills everything else
+        **call.constants(),
     }  # fmt: skip
 
 
@@ -81,9 +90,10 @@ def _segments(call: Call) -> Segments:
     return Segments.whole(call.chunks, call.sequences)
 
 
-def _arguments(call: Call, rows: Rows, Z: Array, begin: Array | None) -> dict[str, Any]:
+def _arguments(call: Call, rows: Rows, correction: Correction, begin: Array | None) -> dict[str, Any]:
     return {
-        **rows.as_arguments(), "beta": call.arrays["beta"], "gs": call.head_gates["gs"], "Z": Z, "begin": begin,
+        **rows.as_arguments(), "beta": call.arrays["beta"], "gs": call.head_gates["gs"], "Z": correction.Z,
+        "M": correction.key_scores, "begin": begin,
         "scale": call.plan.scale, **call.chunks.arguments, **_segments(call).arguments,
     }  # fmt: skip
 
@@ -97,7 +107,7 @@ class Scanned(NamedTuple):
     errors: Array | None  # [B, T, H, V], if kept
 
 
-def scan(call: Call, rows: Rows, Z: Array, keep: bool) -> Scanned:
+def scan(call: Call, rows: Rows, correction: Correction, keep: bool) -> Scanned:
     """Outputs and the final state."""
     plan, (B, T, H, K, V) = call.plan, call.dims
     out = {
@@ -106,8 +116,8 @@ def scan(call: Call, rows: Rows, Z: Array, keep: bool) -> Scanned:
         "errors": shape((B, T, H, V), plan.operand) if keep else None,
     }  # fmt: skip
     found = triton_call(
-        arguments={**_arguments(call, rows, Z, call.get("initial_state")), "v": call.arrays["value"]}, out_shape=out,
-        kernel=scans.delta_scan, **_scan(call, rows),
+        arguments={**_arguments(call, rows, correction, call.get("initial_state")), "v": call.arrays["value"]}, out_shape=out,
+        kernel=scans.delta_scan, **_scan(call, rows, value_tile(plan, 64 if rows.key_after is None else 128), stages=2),
     )  # fmt: skip
     return Scanned(found["o"], found["final"], found.get("states"), found.get("errors"))
 
@@ -121,18 +131,19 @@ class ScannedBack(NamedTuple):
     ends: Array  # [chunks, H, K, V]: the adjoint after every chunk
 
 
-def scan_back(call: Call, rows: Rows, Z: Array, errors: Array, do: Array, dfinal: Array | None) -> ScannedBack:
+def scan_back(call: Call, rows: Rows, correction: Correction, errors: Array, do: Array, dfinal: Array | None) -> ScannedBack:
     """Gradients of value, beta and the initial state, and what those of query, key and gate start from."""
     plan, (B, T, H, K, V) = call.plan, call.dims
-    tiles = cdiv(V, value_tile(plan))
+    BV = value_tile(plan, 128)
+    tiles = cdiv(V, BV)
     out = {
         "dv": shape((B, T, H, V), call.arrays["value"].dtype), "dbeta": shape((B, T, H, tiles), np.float32),
         "final": shape((call.sequences, H, K, V), np.float32),
         "states": shape((call.chunks.count, H, K, V), plan.operand),
     }  # fmt: skip
     found = triton_call(
-        arguments={**_arguments(call, rows, Z, dfinal), "do": do, "errors": errors}, out_shape=out,
-        kernel=scans.delta_adjoint_scan, **_scan(call, rows),
+        arguments={**_arguments(call, rows, correction, dfinal), "do": do, "errors": errors}, out_shape=out,
+        kernel=scans.delta_adjoint_scan, **_scan(call, rows, BV, stages=3 if rows.key_after is None else 2),
     )  # fmt: skip
     dbeta = found["dbeta"]
     return ScannedBack(found["dv"], dbeta[..., 0] if tiles == 1 else jnp.sum(dbeta, -1), found["final"], found["states"])

@@ -164,7 +164,8 @@ class AxisLaunch:
         call, own, other, rows = self.call, self.own, self.other, self.other_rows
         plan, H = call.plan, call.dims[2]
         return {
-            "H": H, "HX": heads(own.x) if own.of_keys else H, "HY": heads(own.y), "HG": heads(own.gate), "HGS": heads(call.get("g") if own.of_keys else None),
+            "H": H, "HX": heads(own.x) if own.of_keys else H, "HY": heads(own.y), "HG": heads(own.gate),
+            "HGS": heads(call.get("g") if own.of_keys else None),
             "HX2": H, "HY2": heads(other.y), "D": own.y.shape[3], "D2": other.y.shape[3],
             "P2": 0 if rows is None else rows.chunk_decay.shape[2], "STRIDE": own.stride, "STRIDE2": other.stride,
             "SIGN": plan.sign, "EVEN": call.chunks.even, "PREC": plan.precision, "SPLIT": 1 if rows is None else 2,

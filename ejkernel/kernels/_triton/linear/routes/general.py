@@ -42,7 +42,10 @@ class General(Route):
 
     def recomputed(self, call: Call) -> Saved:
         _, k, v = call.query_key_value
-        return {"states": scan_states(call, k, v, call.get("initial_state"))[0], "scores": scores_of_axis(call, axes(call, None)[0])}
+        return {
+            "states": scan_states(call, k, v, call.get("initial_state"))[0],
+            "scores": scores_of_axis(call, axes(call, None)[0]),
+        }
 
     def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
         ends, dinitial = scan_states(call, call.arrays["query"], do, dfinal, adjoint=True)

@@ -12,7 +12,6 @@ from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._plan import gate_parts, tile
 from ejkernel.kernels._triton.linear.kernels import gated_rows, weak_chunks
 
-
 NAMES = ("A", "A_low", "qd", "kd", "chunk_decay")  # of what `gated_rows` fills in
 
 
@@ -90,7 +89,8 @@ def rows_of_axis(
     keys = dict.fromkeys(("M", "M_low", "kp")) if not of_keys else {"M": scores, "M_low": scores, "kp": rows}
     arguments = {"q": x, "k": y, "g": gate, "gs": g, "gamma": g_gamma, "scale": scale, **chunks.arguments}
     common: dict[str, Any] = {
-        "H": H, "HQ": heads(x), "HK": heads(y), "HG": heads(gate), "HGS": heads(g), "K": D, "KP": P, "SIGN": plan.sign, "EVEN": chunks.even,
+        "H": H, "HQ": heads(x), "HK": heads(y), "HG": heads(gate), "HGS": heads(g), "K": D, "KP": P, "SIGN": plan.sign,
+        "EVEN": chunks.even,
         "SPLIT": split, "num_stages": 1,
     }  # fmt: skip
     BK = 128 if P > 128 else 64  # more at a time when there are several turns: 0.159 against 0.170 ms with 256 channels
@@ -104,7 +104,7 @@ def rows_of_axis(
 
     def others(x: Array | None, scale: float, filled: dict[str, Array], **more: Any) -> dict[str, Array]:
         """What is filled already, with the chunks that are not weakly gated."""
-        out = {name: shape(filled[name].shape, filled[name].dtype) if name in filled else None for name in NAMES}
+        out = {name: None if (x := filled.get(name)) is None else shape(x.shape, x.dtype) for name in NAMES}
         return triton_call(
             arguments={
                 **arguments, "q": x, "scale": scale, "weak": weak, "COUNT": count,
@@ -127,6 +127,4 @@ def rows_of_axis(
         found |= {"kd": again["kd"], "chunk_decay": again["chunk_decay"]}
         key_rows = KeyRows(again["A"], again["A_low"], again["qd"])
     gates = GateRange(weak, found.get("block_decays"))
-    return GatedRows(
-        found.get("A"), found.get("A_low"), found.get("qd"), found["kd"], found["chunk_decay"], gates, key_rows
-    )
+    return GatedRows(found.get("A"), found.get("A_low"), found.get("qd"), found["kd"], found["chunk_decay"], gates, key_rows)
