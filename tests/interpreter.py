@@ -35,9 +35,9 @@ def quicken() -> None:
         prepared.clear()  # the end of a launch takes back what its kernel prepared
         return launch(self, *args, **kwargs)
 
-    # Python maps a new chunk of its stack when a call does not fit in the last one, and unmaps it at the return. Where that falls
-    # within a kernel is chance, and then every call of a small function costs two system calls. A frame of this size starts a
-    # chunk with as much room again.
+    # Python maps a new chunk of its stack when a call does not fit in the last one, and unmaps it at the return. Where that
+    # falls within a kernel is chance, and then every call of a small function costs two system calls. A frame of this size
+    # starts a chunk with as much room again.
     launch_afresh.__code__ = launch_afresh.__code__.replace(co_stacksize=ROOM)
 
     def known_dtype(dtype: Any) -> np.dtype:
