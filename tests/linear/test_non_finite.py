@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,15 @@ from ejkernel.kernels._registry import Backend
 from ejkernel.testing.linear_cases import LinearCase
 
 ROWS = 16
-TOKEN = 21  # of the sequence, or of the row that packs it: in the second chunk, and in the second of the packed sequences
-LENGTHS = (18, 5, 0, 12)
+TIME, TOKEN = 21, 18  # in the second chunk, not at its start
+LENGTHS = (17, 3, 0, 6)  # packed sequences; the second and the last share a chunk of rows
+DENSE = ((0, 0, jnp.nan), (1, 1, jnp.inf))  # what is spoiled at a time: (row, key head, value), no two in one row or head
+PACKED = ((1, 0, jnp.nan), (3, 1, jnp.inf))
 PER_SEQUENCE = ("g_gamma", "initial_state")
-small = functools.partial(LinearCase, time=37, heads=4, kv_heads=2, key_channels=16, value_channels=16, initial_state=True)
+small = functools.partial(LinearCase, time=TIME, key_channels=16, value_channels=16, initial_state=True)
 CASES = [
     small("plain"),
-    small("g", gates=("g", "g_gamma")),
+    small("g", gates=("g", "g_gamma"), heads=4),
     small("gk", gates=("gk",)),
     small("all-gates", gates=("g", "g_gamma", "gk", "gv")),
     small("packed-g", gates=("g", "g_gamma"), lengths=LENGTHS),
@@ -47,19 +50,26 @@ def compiled(case: LinearCase, entry, schedule: str):
     return jax.jit(run)
 
 
-def others(case: LinearCase, name: str, x: np.ndarray) -> np.ndarray:
-    """True where an array belongs to other sequences or heads than those that the spoiled token and key head 0 have."""
+def part(case: LinearCase, name: str, x: Any, sequence: int, head: int, tokens: slice = slice(None)) -> tuple[Any, ...]:
+    """Where an array belongs to a sequence and a key head, at these tokens of the sequence if it has tokens."""
     per_sequence = name.removeprefix("d") in (*PER_SEQUENCE, "state")
-    heads = x.shape[1 if per_sequence else 2]
-    spoiled_heads = heads // case.kv_heads
-    spoiled = np.zeros(x.shape, bool)
+    group = x.shape[1 if per_sequence else 2] // case.kv_heads
+    heads = slice(head * group, (head + 1) * group)
     if per_sequence:
-        spoiled[1 if case.lengths else 0, :spoiled_heads] = True
-    elif case.lengths:
-        spoiled[0, LENGTHS[0] : LENGTHS[0] + LENGTHS[1], :spoiled_heads] = True
-    else:
-        spoiled[0, :, :spoiled_heads] = True
-    return ~spoiled
+        return sequence, heads
+    ends = np.cumsum([0, *case.lengths]) if case.lengths else None
+    row, first, end = (sequence, 0, case.time) if ends is None else (0, ends[sequence], ends[sequence + 1])
+    start, stop, _ = tokens.indices(end - first)
+    return row, slice(first + start, first + stop), heads
+
+
+def spoil(case: LinearCase, name: str, x: jax.Array) -> jax.Array:
+    """One token of every spoiled sequence and head."""
+    token = 1 if case.lengths else TOKEN
+    for sequence, head, value in PACKED if case.lengths else DENSE:
+        *before, heads = part(case, name, x, sequence, head, slice(token, token + 1))
+        x = x.at[*before, heads.start].set(value)
+    return x
 
 
 @pytest.mark.parametrize("schedule", ["chunked", "recurrent"])
@@ -70,19 +80,23 @@ def test_only_its_own_sequence_is_spoiled(entry, case, schedule):
     run = compiled(case, entry, schedule)
     clean = {name: np.asarray(x) for name, x in run(arrays).items()}
     assert all(np.isfinite(x).all() for x in clean.values())
-    sequence = 1 if case.lengths else 0
     for name, x in arrays.items():
-        at = (sequence, 0) if name in PER_SEQUENCE else (0, TOKEN, 0)
-        for value in (jnp.nan, jnp.inf):
-            got = {key: np.asarray(found) for key, found in run({**arrays, name: x.at[at].set(value)}).items()}
-            if name in ("query", "key", "value"):
-                assert not np.isfinite(got["output"]).all(), f"{value} in {name} is not seen"
+        got = {key: np.asarray(found) for key, found in run({**arrays, name: spoil(case, name, x)}).items()}
+        spoiled = {key: np.zeros(found.shape, bool) for key, found in got.items()}
+        for sequence, head, value in PACKED if case.lengths else DENSE:
             for key, found in got.items():
-                mine = others(case, key, found)
-                np.testing.assert_array_equal(found[mine], clean[key][mine], err_msg=f"{key} with {value} in {name}")
-            if name not in PER_SEQUENCE:
-                start = LENGTHS[0] if case.lengths else TOKEN // ROWS * ROWS
-                np.testing.assert_array_equal(got["output"][:, :start], clean["output"][:, :start], err_msg=name)
+                spoiled[key][part(case, key, found, sequence, head)] = True
+            output = got["output"]
+            if name in ("query", "key", "value"):
+                assert not np.isfinite(output[part(case, "output", output, sequence, head)]).all(), (
+                    f"{value} in {name} is not seen"
+                )
+            if name not in PER_SEQUENCE and not case.lengths:
+                before = part(case, "output", output, sequence, head, slice(TOKEN // ROWS * ROWS))
+                np.testing.assert_array_equal(output[before], clean["output"][before], err_msg=name)
+        for key, found in got.items():
+            others = ~spoiled[key]
+            np.testing.assert_array_equal(found[others], clean[key][others], err_msg=f"{key} with a spoiled {name}")
 
 
 @pytest.mark.parametrize("entry", implementations())

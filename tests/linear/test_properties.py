@@ -45,7 +45,7 @@ def cases(draw) -> LinearCase:
     )
 
 
-@slow(max_examples=9)
+@slow(max_examples=7)
 @given(cases(), st.sampled_from([LinearConfig("chunked", 16), LinearConfig("chunked", 64), LinearConfig("recurrent", 4), None]))
 def test_any_call_matches_the_reference(case, cfg):
     got = case.evaluate(functools.partial(recurrent_attention, return_state=True, cfg=cfg))

@@ -101,13 +101,17 @@ def replicated(call: Call, arrays: Arrays, split: tuple[str, ...]) -> None:
     local = {name: x if name in split or x.ndim == 0 else x[: x.shape[0] // 2] for name, x in arrays.items()}
     specs = {name: P("x") if name in split else P() for name in local}
     sharded = jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=(P("x"), P("x")))
+    got = jax.jit(functools.partial(values_and_gradients, sharded))(local)
+    part = lambda n: {name: jnp.split(x, 2)[n] if name in split else x for name, x in local.items()}
+    (outputs, gradients), (others, more) = (on_one_device(call)(part(n)) for n in range(2))
+    together = {name: jnp.concatenate([x, more[name]]) if name in split else x + more[name] for name, x in gradients.items()}
+    compare(got, (tuple(jnp.concatenate(x) for x in zip(outputs, others, strict=True)), together))
 
-    def one_by_one(arrays: Arrays) -> tuple[jax.Array, ...]:
-        part = lambda n: {name: jnp.split(x, 2)[n] if name in split else x for name, x in arrays.items()}
-        return tuple(jnp.concatenate(x) for x in zip(call(part(0)), call(part(1)), strict=True))
 
-    got, want = (jax.jit(functools.partial(values_and_gradients, f))(local) for f in (sharded, one_by_one))
-    compare(got, want)
+@functools.cache
+def on_one_device(call: Call) -> Callable[[Arrays], Any]:
+    """Compiled once for all that is split: a shard's arrays have the same shapes."""
+    return jax.jit(functools.partial(values_and_gradients, call))
 
 
 def compare(got: Any, want: Any) -> None:
@@ -165,8 +169,8 @@ def checks() -> dict[str, Callable[[], None]]:
     made["replicated-gla"] = lambda: replicated(lambda a: gla_attention(**a, return_state=True), per_head, ("query",))
     made["replicated-lightning"] = lambda: replicated(lambda a: lightning(**a), plain, ("value",))
     for name, cfg in (("direct", DIRECT), ("blockwise", BLOCKWISE)):
+        call = functools.partial(attend, cfg=cfg)
         for split in (("query",), ("query", "key", "value"), ("mask",), ("ids",)):
-            call = functools.partial(attend, cfg=cfg)
             rest = {n: x for n, x in soft.items() if n not in ("bias", "softmax_aux")}
             shared = {n: jnp.concatenate([x, x]) for n, x in soft.items() if n in ("bias", "softmax_aux")}
             made[f"replicated-{name}-all-but-{'-'.join(split)}"] = functools.partial(replicated, call, rest | shared, split)

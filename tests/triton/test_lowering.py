@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 from tests.triton.processes import outside
 
 LOWER = """
-import json
+import json, sys
 import jax, jax.numpy as jnp
 from ejkernel.testing.triton_calls import arguments
 from ejkernel.callib import compile_for
@@ -29,35 +29,43 @@ def gradient(operation, gates, K=64, V=64, **options):
 step = {n: jax.ShapeDtypeStruct((x.shape[0], 1, *x.shape[2:]), x.dtype) for n, x in arguments((), 64, 64, "bfloat16").items()}
 state = arguments((), 64, 64, "bfloat16")["initial_state"]
 step.pop("initial_state")
-print(json.dumps({
-    "recurrent": gradient(recurrent, ("gk", "gv"), K=128, V=96),  # as in test_compiled.py: compiled once
-    "gla": gradient(recurrent_gla, ("g",)),
-    "lightning": gradient(lightning_attn, (), layer_idx=1, num_layers=4),
-    "mapped": lower(jax.vmap(lambda a: recurrent(**a)), {
+PROGRAMS = {
+    # as in test_compiled.py: compiled once
+    "recurrent": lambda: gradient(recurrent, ("gk", "gv"), K=128, V=96),
+    "gla": lambda: gradient(recurrent_gla, ("g",)),
+    "lightning": lambda: gradient(lightning_attn, (), layer_idx=1, num_layers=4),
+    "mapped": lambda: lower(jax.vmap(lambda a: recurrent(**a)), {
         n: jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for n, x in arguments(("gk",), 64, 64, "bfloat16").items()}),
-    "decode": lower(lambda a, S: recurrent(**a, initial_state=S), step, state, donate_argnums=1),
-}))
+    "decode": lambda: lower(lambda a, S: recurrent(**a, initial_state=S), step, state, donate_argnums=1),
+}
+print(json.dumps({name: PROGRAMS[name]() for name in sys.argv[1:]}))
 """
+
+
+def lowered(*names: str) -> dict[str, str]:
+    gpu_triton = pytest.importorskip("jaxlib.gpu_triton")
+    if not hasattr(gpu_triton, "TritonKernel"):
+        pytest.skip("needs JAX's CUDA plugin (make setup installs it)")
+    return json.loads(outside("-c", LOWER, *names))
 
 
 @pytest.fixture(scope="module")
 def programs():
-    gpu_triton = pytest.importorskip("jaxlib.gpu_triton")
-    if not hasattr(gpu_triton, "TritonKernel"):
-        pytest.skip("needs JAX's CUDA plugin (make setup installs it)")
-    return json.loads(outside("-c", LOWER))
+    return lowered("recurrent", "gla", "lightning", "mapped")
 
 
 def kernels(program: str) -> list[str]:
     return re.findall(r"stablehlo\.custom_call @triton_kernel_call_ffi.*", program)
 
 
+@pytest.mark.slow  # two minutes where Triton has not compiled these kernels before
 @pytest.mark.parametrize(("operation", "least"), [("recurrent", 7), ("gla", 4), ("lightning", 3)])
 def test_operations_lower_to_triton_calls(programs, operation, least):
     assert len(kernels(programs[operation])) >= least
 
 
-def test_decoding_writes_the_donated_state_in_place(programs):
-    (step,) = kernels(programs["decode"])
+def test_decoding_writes_the_donated_state_in_place():
+    program = lowered("decode")["decode"]
+    (step,) = kernels(program)
     assert re.search(r"output_operand_alias<output_tuple_indices = \[1\],\s*operand_index = 3", step), step
-    assert re.search(r"%arg\d+: tensor<2x4x64x64xf32> \{[^}]*tf.aliasing_output = 1", programs["decode"])
+    assert re.search(r"%arg\d+: tensor<2x4x64x64xf32> \{[^}]*tf.aliasing_output = 1", program)

@@ -14,7 +14,7 @@ from tests.triton.linear_cases import Case
 
 pytestmark = pytest.mark.skipif(device_of(()).backend != "cpu", reason="interpreted on the host")
 LENGTHS = (0, 10, 25, 40)  # all of it would fit in one chunk
-SPOILED, TOKENS, HEAD = 1, slice(10, 25), 0
+SPOILED = (("value", np.nan, 1, 0), ("key", np.inf, 2, 1))  # (array, what is in it, sequence, head): nothing in common
 KIND = {"shape": (1, 40, 2, 2, 16, 16), "cu_seqlens": LENGTHS, "state": True, "block_q": 64}
 CASES = [
     Case(("g",), dtype="bfloat16", **KIND),
@@ -38,18 +38,19 @@ def value_and_gradients(case, arrays):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize(("name", "value"), [("value", np.nan), ("key", np.inf)])
-def test_it_stays_in_its_sequence_and_head(case, name, value):
+def test_it_stays_in_its_sequence_and_head(case):
     clean = case.arrays()
-    spoiled = {**clean, name: clean[name].at[0, TOKENS.stop - 3, HEAD].set(value)}
+    spoiled = dict(clean)
+    for name, value, sequence, head in SPOILED:
+        spoiled[name] = spoiled[name].at[0, LENGTHS[sequence + 1] - 3, head].set(value)
     want, got = value_and_gradients(case, clean), value_and_gradients(case, spoiled)
-    assert not np.isfinite(np.asarray(got["output"][0, TOKENS, HEAD], np.float32)).all()
+    own = [(slice(*LENGTHS[sequence : sequence + 2]), sequence, head) for _, _, sequence, head in SPOILED]
+    assert all(not np.isfinite(np.asarray(got["output"][0, tokens, head], np.float32)).all() for tokens, _, head in own)
     for result in got:
         x, y = (np.array(found[result], np.float32) for found in (got, want))
-        if x.shape[0] == 1:  # [1, T, heads, ...]
-            x[:, TOKENS, HEAD], y[:, TOKENS, HEAD] = 0, 0
-        else:  # [sequences, heads, ...]
-            x[SPOILED, HEAD], y[SPOILED, HEAD] = 0, 0
+        for tokens, sequence, head in own:
+            at = (0, tokens, head) if x.shape[0] == 1 else (sequence, head)  # [1, T, heads, ...] or [sequences, heads, ...]
+            x[at], y[at] = 0, 0
         np.testing.assert_array_equal(x, y, err_msg=result)
 
 

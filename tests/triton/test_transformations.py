@@ -193,8 +193,11 @@ def test_derivative_of_the_gradient_by_its_cotangent_names_the_way_out():
 SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
+from tests.interpreter import quicken
 from tests.triton.linear_cases import Case
 from tests.triton.test_transformations import call
+
+quicken()
 
 def value_and_gradient(arrays):
     (o, S), pull = jax.vjp(call, arrays)
@@ -210,16 +213,18 @@ jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 print("equal")
 """
 
-# One array after the other is the same on both devices: its gradient is the sum of theirs, and typed as the same on both.
+# Each array is the same on both devices at least once, beside others that are not and are in another round: its gradient is the
+# sum of theirs, and typed as the same on both.
 REPLICATED = """
-import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
+from tests.interpreter import quicken
 from tests.triton.linear_cases import Case
 from tests.triton.test_transformations import call
 
-case = Case(("g", "gk", "gv"), shape=(2, 20, 2, 2, 16, 16), state=True)
-arrays = {**case.arrays(), "g_gamma": jnp.array([-0.1, -0.2])}
+quicken()
+case = Case(("g", "gk", "gv"), shape=(2, 20, 1, 1, 16, 16), state=True)
+arrays = {**case.arrays(), "g_gamma": jnp.array([-0.1])}
 mesh = Mesh(np.array(jax.devices()), ("rows",))
 names = [*arrays]
 
@@ -228,9 +233,10 @@ def loss(arrays):
     return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(S))
 
 def both_rows(name, x):
-    return jnp.concatenate([x, x]) if x.shape[0] == 1 else x
+    return jnp.concatenate([x, x]) if x.shape[0] == 1 and name != "g_gamma" else x
 
-for shared in [("g_gamma",), *((n, "g_gamma") for n in names if n != "g_gamma"), ("query", "key", "value", "g_gamma")]:
+for also in [(), ("query", "gv"), ("key", "gk"), ("value", "g", "initial_state"), ("query", "key", "value")]:
+    shared = ("g_gamma", *also)  # which has no rows
     given = {n: x if n not in shared or n == "g_gamma" else x[:1] for n, x in arrays.items()}
     specs = {n: P() if n in shared else P("rows") for n in names}
     split = jax.shard_map(lambda a: jax.lax.psum(loss(a), "rows"), mesh=mesh, in_specs=(specs,), out_specs=P())
