@@ -87,7 +87,9 @@ def report(capability: int, calls: list[str], every_candidate: bool = False) -> 
 
     for name in calls:
         if name in DELTA_CALLS:
-            function, make, arrays = gated_delta_rule, delta_problem, delta_arguments(*DELTA_CALLS[name])
+            function: Any = gated_delta_rule
+            make: Any = delta_problem
+            arrays = delta_arguments(*DELTA_CALLS[name])
         else:
             function, make = recurrent, recurrent_problem
             arrays = arguments(*CALLS.get(name, (("g", "gk", "gv", "g_gamma"), 128, 128, "bfloat16")))

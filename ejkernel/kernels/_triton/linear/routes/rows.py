@@ -104,7 +104,7 @@ def rows_of_axis(
 
     def others(x: Array | None, scale: float, filled: dict[str, Array], **more: Any) -> dict[str, Array]:
         """What is filled already, with the chunks that are not weakly gated."""
-        out = {name: None if (x := filled.get(name)) is None else shape(x.shape, x.dtype) for name in NAMES}
+        out = {name: None if (has := filled.get(name)) is None else shape(has.shape, has.dtype) for name in NAMES}
         return triton_call(
             arguments={
                 **arguments, "q": x, "scale": scale, "weak": weak, "COUNT": count,
