@@ -39,6 +39,9 @@ _WIDE_SCAN = (
 )
 _ROWS_SPLIT = "strongly gated chunks; 0.74 ms on r1 for both axes, 128 channels a turn 0.88"
 _KEY_VALUE_SCAN = "0.28 ms on r1 (432 bytes, Triton 3.6); 0.27 without the loop for strongly gated chunks, which spills"
+_DELTA = "0.77 ms on r1 of the delta rule for forward and gradient; no other tiles were faster"
+_DELTA_WIDE = "256 channels of the delta rule: not tuned, not measured"
+_DELTA_WEAK = "168 registers 0.55 ms on r1 of the delta rule; unlimited 0.66, 128 registers 0.75"
 
 SPILLS = [
     Spill(90, "g", "head_gate_scan", 72, "running sums: 0.104 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
@@ -93,6 +96,55 @@ SPILLS = [
     Spill(80, "gk gv", "gated_axis", 192, _AMPERE),
     Spill(80, "all float32", "state_scan", 128, _EXACT),
     Spill(80, "all float32", "general_gated_axis", 1536, _EXACT),
+    Spill(90, "delta head", "delta_scan", 104, _DELTA),
+    Spill(90, "delta head", "delta_adjoint_scan", 64, _DELTA),
+    Spill(90, "delta head", "delta_head_gradients", 64, _DELTA),
+    Spill(90, "delta none wide", "delta_scan", 312, _DELTA_WIDE),
+    Spill(90, "delta none wide", "delta_adjoint_scan", 464, _DELTA_WIDE),
+    Spill(90, "delta none wide", "delta_head_gradients", 408, _DELTA_WIDE),
+    Spill(90, "delta head float32", "delta_scan", 656, _EXACT),
+    Spill(90, "delta head float32", "delta_adjoint_scan", 872, _EXACT),
+    Spill(90, "delta head float32", "delta_head_gradients", 1984, _EXACT),
+    Spill(90, "delta channel", "gated_rows", 224, _ROWS),
+    Spill(90, "delta channel", "delta_correction", 72, _DELTA),
+    Spill(90, "delta channel", "delta_weak_gradients", 232, _DELTA_WEAK),
+    Spill(90, "delta channel", "gated_axis", 280, _AXIS),
+    Spill(90, "delta channel wide", "weak_rows", 1128, _DELTA_WIDE),
+    Spill(90, "delta channel wide", "gated_rows", 552, _DELTA_WIDE),
+    Spill(90, "delta channel wide", "delta_correction", 72, _DELTA),
+    Spill(90, "delta channel wide", "delta_scan", 568, _DELTA_WIDE),
+    Spill(90, "delta channel wide", "delta_adjoint_scan", 488, _DELTA_WIDE),
+    Spill(90, "delta channel wide", "delta_weak_gradients", 208, _DELTA_WIDE),
+    Spill(90, "delta channel wide", "gated_axis", 80, _AXIS),
+    Spill(90, "delta channel float32", "delta_scan", 1552, _EXACT),
+    Spill(90, "delta channel float32", "delta_adjoint_scan", 1304, _EXACT),
+    Spill(90, "delta channel float32", "general_gated_axis", 1416, _EXACT),
+    Spill(80, "delta head", "delta_scan", 344, _AMPERE),
+    Spill(80, "delta head", "delta_adjoint_scan", 2520, _AMPERE),
+    Spill(80, "delta head", "delta_head_gradients", 296, _AMPERE),
+    Spill(80, "delta none wide", "delta_scan", 152, _AMPERE),
+    Spill(80, "delta none wide", "delta_adjoint_scan", 616, _AMPERE),
+    Spill(80, "delta none wide", "delta_head_gradients", 480, _AMPERE),
+    Spill(80, "delta channel", "weak_rows", 384, _AMPERE),
+    Spill(80, "delta channel", "delta_correction", 112, _AMPERE),
+    Spill(80, "delta channel", "delta_scan", 1768, _AMPERE),
+    Spill(80, "delta channel", "delta_adjoint_scan", 1400, _AMPERE),
+    Spill(80, "delta channel", "delta_weak_gradients", 328, _AMPERE),
+    Spill(80, "delta channel", "gated_axis", 1448, _AMPERE),
+    Spill(80, "delta channel wide", "weak_rows", 1976, _AMPERE),
+    Spill(80, "delta channel wide", "gated_rows", 312, _AMPERE),
+    Spill(80, "delta channel wide", "delta_correction", 112, _AMPERE),
+    Spill(80, "delta channel wide", "delta_scan", 136, _AMPERE),
+    Spill(80, "delta channel wide", "delta_adjoint_scan", 632, _AMPERE),
+    Spill(80, "delta channel wide", "delta_weak_gradients", 328, _AMPERE),
+    Spill(80, "delta channel wide", "scores_in_blocks", 296, _AMPERE),
+    Spill(80, "delta channel wide", "gated_axis", 224, _AMPERE),
+    Spill(80, "delta head float32", "delta_scan", 480, _EXACT),
+    Spill(80, "delta head float32", "delta_adjoint_scan", 712, _EXACT),
+    Spill(80, "delta head float32", "delta_head_gradients", 1912, _EXACT),
+    Spill(80, "delta channel float32", "delta_scan", 1552, _EXACT),
+    Spill(80, "delta channel float32", "delta_adjoint_scan", 1304, _EXACT),
+    Spill(80, "delta channel float32", "general_gated_axis", 696, _EXACT),
 ]
 
 

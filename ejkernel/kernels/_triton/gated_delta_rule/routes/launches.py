@@ -14,6 +14,8 @@ from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 
+ROOMY = 200 << 10  # bytes of shared memory: an H100 has more, an A100 less
+
 
 class Rows(NamedTuple):
     """What the scans read of query and key. With a gate per key channel prepared rows, [chunks, H, C, P]; else as they came."""
@@ -73,13 +75,21 @@ def value_tile(plan: Plan, most: int) -> int:
     return tile(plan.V, 64 if plan.K <= 64 else 32)
 
 
-def _scan(call: Call, rows: Rows, BV: int, stages: int) -> dict[str, Any]:
+def _stages(plan: Plan, rows: Rows, adjoint: bool) -> int:
+    """Chunks in flight: as many as shared memory has room for, measured best on an H200."""
+    prepared, roomy = rows.key_after is not None, plan.shared > ROOMY
+    if plan.K > 128:
+        return 2 if roomy and not prepared else 1
+    return 3 if adjoint and roomy and not prepared else 2
+
+
+def _scan(call: Call, rows: Rows, BV: int, adjoint: bool) -> dict[str, Any]:
     """What both scans are launched with."""
     plan, (_, _, H, K, V) = call.plan, call.dims
     BK = tile(K, 256) if rows.chunk_decay is None else rows.chunk_decay.shape[2]
     return {
         "grid": (cdiv(V, BV) * _segments(call).count * H,), "HK": heads(call.arrays["key"]), "K": K, "V": V, "BK": BK,
-        "BV": BV, "EXACT": plan.exact, "STAGES": plan.num_stages or stages,
+        "BV": BV, "EXACT": plan.exact, "STAGES": plan.num_stages or _stages(plan, rows, adjoint),
         "num_warps": plan.num_warps or (8 if BV > 64 or BK > 128 else 4), "shrink_stages": call.shrinks_stages,
         "maxnreg": 255,  # said, since ptxas takes 32 by itself for sm_80 and spills everything else
         **call.constants(),
@@ -117,7 +127,7 @@ def scan(call: Call, rows: Rows, correction: Correction, keep: bool) -> Scanned:
     }  # fmt: skip
     found = triton_call(
         arguments={**_arguments(call, rows, correction, call.get("initial_state")), "v": call.arrays["value"]}, out_shape=out,
-        kernel=scans.delta_scan, **_scan(call, rows, value_tile(plan, 64 if rows.key_after is None else 128), stages=2),
+        kernel=scans.delta_scan, **_scan(call, rows, value_tile(plan, 64 if rows.key_after is None else 128), adjoint=False),
     )  # fmt: skip
     return Scanned(found["o"], found["final"], found.get("states"), found.get("errors"))
 
@@ -143,7 +153,7 @@ def scan_back(call: Call, rows: Rows, correction: Correction, errors: Array, do:
     }  # fmt: skip
     found = triton_call(
         arguments={**_arguments(call, rows, correction, dfinal), "do": do, "errors": errors}, out_shape=out,
-        kernel=scans.delta_adjoint_scan, **_scan(call, rows, BV, stages=3 if rows.key_after is None else 2),
+        kernel=scans.delta_adjoint_scan, **_scan(call, rows, BV, adjoint=True),
     )  # fmt: skip
     dbeta = found["dbeta"]
     return ScannedBack(found["dv"], dbeta[..., 0] if tiles == 1 else jnp.sum(dbeta, -1), found["final"], found["states"])
