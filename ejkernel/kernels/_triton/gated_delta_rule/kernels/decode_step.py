@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.linear.kernels.decode_step import row_at
+from ejkernel.kernels._triton.linear.kernels.decode_step import first_step, row_at
 from ejkernel.kernels._triton.linear.kernels.tiles import program_at
 
 
@@ -21,24 +21,9 @@ def delta_steps(
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
     """Programs: value tiles * sequences * heads; BK >= K. final may share begin's memory."""
-    TV: tl.constexpr = (V + BV - 1) // BV
-    tile, head, unit = program_at(TV, H)
+    tile, head, unit = program_at((V + BV - 1) // BV, H)
     seq = unit.to(tl.int64)
-    a = tl.arange(0, BK)
-    b = tile * BV + tl.arange(0, BV)
-    at = ((seq * H + head) * K + a[:, None]) * V + b[None, :]
-    inside = (a < K)[:, None] & (b < V)[None, :]
-    S = tl.zeros([BK, BV], tl.float32)
-    if begin is not None:  # nobody reads a state twice: see `decode_steps`
-        S += tl.load(begin + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    low = seq * T
-    count = T
-    if cu_seqlens is not None:
-        low = tl.load(cu_seqlens + seq).to(tl.int64)
-        count = tl.load(cu_seqlens + seq + 1) - tl.load(cu_seqlens + seq)
-    token = low
-    if SIGN == -1:
-        token = low + count - 1
+    a, b, at, inside, S, token, count = first_step(begin, cu_seqlens, tile, head, seq, T, H, K, V, BK, BV, SIGN)
     for _ in range(count):
         bq = row_at(q, token, head // (H // HK), a, HK, K) * scale  # [BK]
         bk = row_at(k, token, head // (H // HK), a, HK, K)  # [BK]

@@ -31,6 +31,23 @@ def _load_prepared(x, index, C: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _load_rows(
+    q, k, ks, token, rows, index, head, H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """A chunk's qP, kP and ks, each [C, BK], or q, k and k as they came."""
+    if ks is not None:
+        bq = _load_prepared(q, index, C, BK)
+        bk = _load_prepared(k, index, C, BK)
+        bs = _load_prepared(ks, index, C, BK)
+    else:
+        bq = load_rows(q, token, rows, head // (H // HK), 0, HK, K, C, BK, SIGN, EVEN)
+        bk = load_rows(k, token, rows, head // (H // HK), 0, HK, K, C, BK, SIGN, EVEN)
+        bs = bk
+    return bq, bk, bs
+
+
+@triton.jit
 def delta_scan(
     q, k, ks, N, M, chunk_decay, v, beta, gs, Z, begin, chunks, segments, scale, T, NT, NS, SC,
     o, final, states, errors,
@@ -59,14 +76,7 @@ def delta_scan(
     for n in tl.range(count, num_stages=STAGES):
         s, token, rows = chunk_in_turn(first, count, token0, rows_left, n, False, C, SIGN)
         index = s.to(tl.int64) * H + head
-        if ROWS:
-            bq = _load_prepared(q, index, C, BK)  # [C, BK]
-            bk = _load_prepared(k, index, C, BK)
-            bs = _load_prepared(ks, index, C, BK)
-        else:
-            bq = load_rows(q, token, rows, head // (H // HK), 0, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
-            bk = load_rows(k, token, rows, head // (H // HK), 0, HK, K, C, BK, SIGN, EVEN)
-            bs = bk
+        bq, bk, bs = _load_rows(q, k, ks, token, rows, index, head, H, HK, K, C, BK, SIGN, EVEN)
         bv = load_rows(v, token, rows, head, b, H, V, C, BV, SIGN, EVEN)  # [C, BV]
         bz = _load_prepared(Z, index, C, C)
         bn = _load_prepared(N, index, C, C)
@@ -129,14 +139,7 @@ def delta_adjoint_scan(
     for n in tl.range(count, num_stages=STAGES):
         s, token, rows = chunk_in_turn(first, count, token0, rows_left, n, True, C, SIGN)
         index = s.to(tl.int64) * H + head
-        if ROWS:
-            bq = _load_prepared(q, index, C, BK)  # [C, BK]
-            bk = _load_prepared(k, index, C, BK)
-            bs = _load_prepared(ks, index, C, BK)
-        else:
-            bq = load_rows(q, token, rows, head // (H // HK), 0, HK, K, C, BK, SIGN, EVEN)  # [C, BK]
-            bk = load_rows(k, token, rows, head // (H // HK), 0, HK, K, C, BK, SIGN, EVEN)
-            bs = bk
+        bq, bk, bs = _load_rows(q, k, ks, token, rows, index, head, H, HK, K, C, BK, SIGN, EVEN)
         bd = tl.trans(load_rows(do, token, rows, head, b, H, V, C, BV, SIGN, EVEN))  # [BV, C]
         be = tl.trans(load_rows(errors, token, rows, head, b, H, V, C, BV, SIGN, EVEN))
         bz = _load_prepared(Z, index, C, C)

@@ -7,26 +7,20 @@ import dataclasses
 import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
-from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton.gated_delta_rule.kernels import decode_step
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._plan import tile
-from ejkernel.kernels._triton.linear.routes.decode import CHANGES
-from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
+from ejkernel.kernels._triton.linear.routes.decode import DecodeStep
+from ejkernel.kernels._triton.linear.routes.route import Saved
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaStep(Route):
+class DeltaStep(DecodeStep):
     """Every state is read and written once. The gradient is that of the call in chunks."""
 
-    chunked: Route
     title = "delta rule, decode step"
     covers = "schedule='recurrent', the heuristic up to 16 tokens; any gate and dtype"
-
-    @property
-    def name(self) -> str:
-        return f"{self.title} (gradient: {self.chunked.name})"
 
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
         plan, (B, T, H, K, V) = call.plan, call.dims
@@ -45,12 +39,3 @@ class DeltaStep(Route):
             SIGN=plan.sign, num_warps=plan.num_warps or 4, input_output_aliases={"begin": "final"} if in_place else None,
         )  # fmt: skip
         return found["o"], found["final"], {}
-
-    def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
-        return self.chunked.backward(call, self.chunked.recomputed(call), do, dfinal)
-
-    def changes(self) -> Changes:
-        return CHANGES
-
-    def refuses(self, cfg: LinearConfig) -> str | None:
-        return self.chunked.refuses(cfg)

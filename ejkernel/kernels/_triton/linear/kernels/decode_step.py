@@ -19,16 +19,12 @@ def row_at(x, token, head, c, HEADS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def decode_steps(
-    q, k, v, gs, gamma, gk, gv, begin, cu_seqlens, scale, T,
-    o, final,
-    H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, HGK: tl.constexpr, HGV: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
+def first_step(
+    begin, cu_seqlens, tile, head, seq, T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Programs: value tiles * sequences * heads; BK >= K. final may share begin's memory."""
-    TV: tl.constexpr = (V + BV - 1) // BV
-    tile, head, unit = program_at(TV, H)
-    seq = unit.to(tl.int64)
+    """Where a program starts: (key channels [BK], value channels [BV], where the state lies [BK, BV], which of it is inside,
+    the state, the first token, the number of tokens)."""
     a = tl.arange(0, BK)
     b = tile * BV + tl.arange(0, BV)
     at = ((seq * H + head) * K + a[:, None]) * V + b[None, :]
@@ -45,6 +41,20 @@ def decode_steps(
     token = low
     if SIGN == -1:
         token = low + count - 1
+    return a, b, at, inside, S, token, count
+
+
+@triton.jit
+def decode_steps(
+    q, k, v, gs, gamma, gk, gv, begin, cu_seqlens, scale, T,
+    o, final,
+    H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, HGK: tl.constexpr, HGV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """Programs: value tiles * sequences * heads; BK >= K. final may share begin's memory."""
+    tile, head, unit = program_at((V + BV - 1) // BV, H)
+    seq = unit.to(tl.int64)
+    a, b, at, inside, S, token, count = first_step(begin, cu_seqlens, tile, head, seq, T, H, K, V, BK, BV, SIGN)
     for _ in range(count):
         bq = row_at(q, token, head, a, H, K) * scale  # [BK]
         bk = row_at(k, token, head // (H // HK), a, HK, K)  # [BK]

@@ -33,7 +33,7 @@ class DecodeStep(Route):
         return f"{self.title} (gradient: {self.chunked.name})"
 
     def differentiated(self, *, constant_decay: bool) -> Route:
-        return DecodeStep(self.plan, self.chunked.differentiated(constant_decay=constant_decay))
+        return dataclasses.replace(self, chunked=self.chunked.differentiated(constant_decay=constant_decay))
 
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
         plan, (B, T, H, K, V) = call.plan, call.dims
