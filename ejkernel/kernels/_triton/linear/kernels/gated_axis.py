@@ -24,6 +24,7 @@ from ejkernel.kernels._triton.linear.kernels.tiles import (
     load_state,
     low_part,
     program_at,
+    put,
     term_at,
 )
 
@@ -43,12 +44,6 @@ def _rows(x):
     a0, a1 = tl.split(low)
     a2, a3 = tl.split(high)
     return tl.split(a0) + tl.split(a1) + tl.split(a2) + tl.split(a3)
-
-
-@triton.jit
-def _put(x, i: tl.constexpr, value):
-    """The tuple x with element i replaced."""
-    return x[:i] + (value,) + x[i + 1 :]
 
 
 @triton.jit
@@ -96,17 +91,17 @@ def _within_blocks_one_by_one(pm, xs, ys, es):
         total = dys[j]
         for t in tl.static_range(j + 1, 8):
             m = tl.load(pm + (t + j * 8)) * w
-            dxs = _put(dxs, t, dxs[t] + m * ys[j])
+            dxs = put(dxs, t, dxs[t] + m * ys[j])
             term = m * xs[t]
             total += term
             found = found + (term * ys[j],)
             if t < 7:
                 w = w * es[t + 1]
-        dys = _put(dys, j, total)
+        dys = put(dys, j, total)
         spanning = tl.zeros_like(es[0])  # of scores (t, j) with t >= r, for r from 7 down
         for back in tl.static_range(7 - j):
             spanning += found[6 - j - back]
-            dgs = _put(dgs, 7 - back, dgs[7 - back] + spanning)
+            dgs = put(dgs, 7 - back, dgs[7 - back] + spanning)
     return dxs, dys, dgs
 
 
@@ -123,14 +118,14 @@ def _add_level(found, upper, far, xs, ys, pre, suf, dxs, dys, dgs):
     being_read = tl.zeros_like(pre[0])
     for t in tl.static_range(7, -1, -1):
         f = found[t] * (tl.where(upper, pre[t], suf[t]) * far)
-        dxs = _put(dxs, t, dxs[t] + f * one)
-        dys = _put(dys, t, dys[t] + f * other)
+        dxs = put(dxs, t, dxs[t] + f * one)
+        dys = put(dys, t, dys[t] + f * other)
         f *= tl.where(upper, xs[t], ys[t])
         reading += f * one
-        dgs = _put(dgs, t, dgs[t] + reading)
-        found = _put(found, t, f)
+        dgs = put(dgs, t, dgs[t] + reading)
+        found = put(found, t, f)
     for t in tl.static_range(8):
-        dgs = _put(dgs, t, dgs[t] + being_read)
+        dgs = put(dgs, t, dgs[t] + being_read)
         being_read += found[t] * other
     return dxs, dys, dgs, reading, being_read
 
@@ -141,9 +136,9 @@ def _add_start(found, before, xs, pre, dxs, dgs):
     reading = tl.zeros_like(pre[0])
     for t in tl.static_range(7, -1, -1):
         f = found[t] * (pre[t] * before)
-        dxs = _put(dxs, t, dxs[t] + f)
+        dxs = put(dxs, t, dxs[t] + f)
         reading += f * xs[t]
-        dgs = _put(dgs, t, dgs[t] + reading)
+        dgs = put(dgs, t, dgs[t] + reading)
     return dxs, dgs, reading
 
 
@@ -153,8 +148,8 @@ def _add_end(found, after, ys, suf, dys, dgs):
     being_read = tl.zeros_like(suf[0])
     for t in tl.static_range(8):
         f = found[t] * (suf[t] * after)
-        dys = _put(dys, t, dys[t] + f)
-        dgs = _put(dgs, t, dgs[t] + being_read)
+        dys = put(dys, t, dys[t] + f)
+        dgs = put(dgs, t, dgs[t] + being_read)
         being_read += f * ys[t]
     return dys, dgs, being_read
 
@@ -313,8 +308,8 @@ def _axis_of_chunk(
     for t in tl.static_range(8):
         step = t * (SIGN * H * D)
         if JOINED:
-            dys = _put(dys, t, dys[t] + dxs[t] + _row(dy + at + step, blk * 8 + t, rows, c, D, BD, EVEN))
-            dgs = _put(dgs, t, dgs[t] + _row(dg + at + step, blk * 8 + t, rows, c, D, BD, EVEN))
+            dys = put(dys, t, dys[t] + dxs[t] + _row(dy + at + step, blk * 8 + t, rows, c, D, BD, EVEN))
+            dgs = put(dgs, t, dgs[t] + _row(dg + at + step, blk * 8 + t, rows, c, D, BD, EVEN))
         if dx is not None:
             _store_row(dx + at + step, dxs[t], blk * 8 + t, rows, c, D, BD, EVEN)
         if dy is not None:

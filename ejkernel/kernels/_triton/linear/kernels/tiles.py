@@ -10,6 +10,7 @@ is exact, and each sum runs over just the steps it spans, so nothing is subtract
 whose product with 0 is not NaN.
 """
 
+# ruff: noqa: RUF005  (Triton knows tuples and their sums, but not iterable unpacking)
 from __future__ import annotations
 
 import triton
@@ -39,6 +40,12 @@ def program_at(TILES: tl.constexpr, H: tl.constexpr):
     pid = tl.program_id(0)
     others = pid // TILES
     return pid % TILES, others % H, others // H
+
+
+@triton.jit
+def put(x, i: tl.constexpr, value):
+    """The tuple x with element i replaced."""
+    return x[:i] + (value,) + x[i + 1 :]
 
 
 @triton.jit
