@@ -141,4 +141,15 @@ def test_tuning_compares_16_bit_results_under_strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
         unequal, largest, _ = _errors(x, x * 1.5)
     assert not unequal
+def test_attention_names_the_dtypes_that_strict_promotion_does_not_join():
+    x = jnp.ones((1, 3, 1, 4))
+    narrow = x.astype(jnp.bfloat16)
+    message = r"query, key and value must be of one dtype when dtype is None .*'strict'.*; got float32, bfloat16 and float32\."
+    with jax.numpy_dtype_promotion("strict"):
+        with pytest.raises(TypeError, match=message):
+            attention(x, narrow, x, dtype=None)
+        assert attention(x, narrow, x, dtype=jnp.float32, return_weights=False).dtype == jnp.float32
+    assert attention(x, narrow, x, dtype=None, return_weights=False).dtype == jnp.float32
+
+
     assert float(largest) == 0.5
