@@ -85,7 +85,7 @@ def _promoted(q: Array, k: Array, v: Array) -> np.dtype:
     try:
         return jnp.result_type(q, k, v)
     except jax.dtypes.TypePromotionError:
-        how = jax.config.jax_numpy_dtype_promotion
+        how = jax.config.jax_numpy_dtype_promotion  # type: ignore[attr-defined]  # made from flags
         raise TypeError(
             f"query, key and value must be of one dtype when dtype is None and jax.numpy_dtype_promotion({how!r}) does not "
             f"join theirs; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them, or say dtype."
