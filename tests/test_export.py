@@ -14,7 +14,7 @@ from ejkernel import kernel_registry
 from ejkernel.kernels._attention import AttentionProblem
 from ejkernel.kernels._linear import LinearProblem
 from ejkernel.kernels._registry import Backend, Platform
-from ejkernel.modules import attention, lightning_attention, recurrent_attention
+from ejkernel.modules import attention, causal_conv1d, gated_delta_rule, lightning_attention, recurrent_attention
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations.recurrent import RecurrentAttention
 from ejkernel.testing.compare import relative_rms
@@ -83,6 +83,32 @@ def test_linear_operations_of_open_batch_and_length(gates):
 
 def test_a_packed_call_of_open_length():
     check(recurrent, packed((5, 0, 8)), {13: "tokens"}, packed((3, 30, 0)), packed((1, 0, 0)))
+
+
+@pytest.mark.parametrize("operation", [recurrent_attention, gated_delta_rule, causal_conv1d])
+def test_an_open_number_of_packed_sequences_is_refused_with_the_remedy(operation):
+    (sequences,) = export.symbolic_shape("sequences")
+    row, offsets = jax.ShapeDtypeStruct((6, 2, 4), jnp.float32), jax.ShapeDtypeStruct((sequences + 1,), jnp.int32)
+    given = {
+        recurrent_attention: [row, row, row],
+        gated_delta_rule: [row, row, row, jax.ShapeDtypeStruct((6, 2), jnp.float32)],
+        causal_conv1d: [jax.ShapeDtypeStruct((6, 4), jnp.float32), jax.ShapeDtypeStruct((3, 4), jnp.float32)],
+    }[operation]
+    run = jax.jit(lambda offsets, *given: operation(*given, cu_seqlens=offsets))
+    with pytest.raises(
+        ValueError, match=r"cu_seqlens must have a known size, .*initial_state.* \[sequences \+ 1\].*repeat the last"
+    ):
+        export.export(run)(offsets, *given)
+
+
+@pytest.mark.parametrize("operation", [recurrent_attention, gated_delta_rule])
+def test_open_heads_and_channels_are_refused(operation):
+    heads, channels = export.symbolic_shape("heads, channels")
+    for shape in ((1, 6, heads, 4), (1, 6, 2, channels)):
+        row = jax.ShapeDtypeStruct(shape, jnp.float32)
+        beta = [jax.ShapeDtypeStruct(shape[:3], jnp.float32)] * (operation is gated_delta_rule)
+        with pytest.raises(ValueError, match=r"heads and channels must be known, .* got query \[1, 6, .*(heads|channels)"):
+            export.export(jax.jit(operation))(row, row, row, *beta)
 
 
 def test_lightning_attention():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +12,23 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels._attention import AttentionConfig
-from ejkernel.modules import RecurrentAttentionConfig, attention, gla_attention, lightning_attention, recurrent_attention
+from ejkernel.modules import (
+    GatedDeltaRuleConfig,
+    RecurrentAttentionConfig,
+    attention,
+    causal_conv1d,
+    gated_delta_rule,
+    gla_attention,
+    lightning_attention,
+    recurrent_attention,
+)
+from ejkernel.ops import ConfigSelectorChain, Executor
 from ejkernel.ops.compare import _errors
 from ejkernel.testing.compare import assert_close, relative_rms
+from ejkernel.testing.delta_cases import DeltaCase
 from ejkernel.testing.linear_cases import LinearCase
 from ejkernel.types.mask import MaskInfo
+from tests.ops.toy import Cube
 
 small = functools.partial(
     LinearCase, time=5, batch=1, heads=2, kv_heads=1, key_channels=3, value_channels=2, initial_state=True
@@ -32,6 +46,16 @@ LINEAR = [
     *((case, functools.partial(recurrent_attention, cfg=cfg)) for case in CASES for cfg in SCHEDULES.values()),
     (small("gla", gates=("g",)), gla_attention),
     (small("lightning"), functools.partial(lightning_attention, layer_idx=0, num_layers=2)),
+]
+delta = functools.partial(
+    DeltaCase, time=9, batch=1, heads=2, key_heads=1, key_channels=3, value_channels=2, initial_state=True
+)
+DELTA = [
+    delta("ungated", l2norm=True),
+    delta("head", gate="head", reverse=True),
+    delta("channel", gate="channel"),
+    delta("packed", gate="head", lengths=(3, 0, 5)),
+    delta("packed-rank3", gate="channel", lengths=(3, 0, 5), reverse=True, rank3=True),
 ]
 OPTIONS = {
     "plain": {},
@@ -67,10 +91,10 @@ def outputs_and_gradients(call, arrays):
     return outputs, pull(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), outputs))[0]
 
 
-@pytest.fixture(params=["dtypes", "ranks"])
+@pytest.fixture(params=["dtypes", "dtypes in 64 bits", "ranks"])
 def no_promotion(request):
     dtypes, ranks = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
-    with dtypes if request.param == "dtypes" else ranks:
+    with ranks if request.param == "ranks" else dtypes, jax.enable_x64(request.param.endswith("64 bits")):
         yield
 
 
@@ -82,11 +106,52 @@ def test_linear_operations_promote_nothing(no_promotion, case, operation, dtype)
     jax.eval_shape(functools.partial(outputs_and_gradients, run), arrays)
 
 
+def delta_call(case, schedule):
+    return functools.partial(gated_delta_rule, return_state=True, cfg=GatedDeltaRuleConfig(schedule, 4), **case.arguments()[1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case", DELTA, ids=str)
+def test_the_delta_rule_promotes_nothing(no_promotion, case, schedule, dtype):
+    arrays, _ = dataclasses.replace(case, dtype=dtype).arguments()
+    jax.eval_shape(functools.partial(outputs_and_gradients, delta_call(case, schedule)), arrays)
+
+
+def test_inputs_of_several_dtypes_promote_nothing(no_promotion):
+    x = jnp.ones((1, 6, 4))
+    convolution = {"x": x, "weight": x[0, :3], "bias": x[0, 0], "initial_state": x[:, :2]}
+    calls = [
+        (functools.partial(causal_conv1d, activation="silu", return_state=True), convolution),
+        *(
+            (functools.partial(recurrent_attention, return_state=True, cfg=cfg), CASES[3].arguments()[0])
+            for cfg in SCHEDULES.values()
+        ),
+        *((delta_call(DELTA[2], schedule), DELTA[2].arguments()[0]) for schedule in SCHEDULES),
+    ]
+    for operation, arrays in calls:
+        for first in range(3):
+            dtypes = itertools.islice(itertools.cycle(("float32", "bfloat16", "float16")), first, None)
+            given = {name: array.astype(dtype) for (name, array), dtype in zip(arrays.items(), dtypes, strict=False)}
+            jax.eval_shape(functools.partial(outputs_and_gradients, operation), given)
+
+
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("cfg", ATTENTION, ids=["direct", "blockwise"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_attention_promotes_nothing(no_promotion, options, cfg, dtype):
     jax.eval_shape(functools.partial(outputs_and_gradients, attention_call(cfg, options, dtype)), attention_arrays())
+
+
+def test_attention_names_the_dtypes_that_strict_promotion_does_not_join():
+    x = jnp.ones((1, 3, 1, 4))
+    narrow = x.astype(jnp.bfloat16)
+    message = r"query, key and value must be of one dtype when dtype is None .*'strict'.*; got float32, bfloat16 and float32\."
+    with jax.numpy_dtype_promotion("strict"):
+        with pytest.raises(TypeError, match=message):
+            attention(x, narrow, x, dtype=None)
+        assert attention(x, narrow, x, dtype=jnp.float32, return_weights=False).dtype == jnp.float32
+    assert attention(x, narrow, x, dtype=None, return_weights=False).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("options", ["segments", "dropout"])
@@ -103,6 +168,23 @@ def test_a_linear_operation_without_jit():
     with jax.disable_jit():
         got = case.evaluate(functools.partial(recurrent_attention, return_state=True, cfg=SCHEDULES["chunked"]), jit=False)
     assert_close(got, case.expected(), case.tolerance)
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule"), [(DELTA[4], "chunked"), (DELTA[1], "recurrent"), (delta("no-tokens", time=0), "chunked")]
+)
+def test_the_delta_rule_without_jit(case, schedule):
+    with jax.disable_jit():
+        got = case.evaluate(delta_call(case, schedule), jit=False)
+    assert_close(got, case.expected(), case.tolerance)
+
+
+def test_a_kernel_with_its_own_gradient_without_jit():
+    executor = Executor(ConfigSelectorChain())
+    with jax.disable_jit():
+        assert float(jax.grad(lambda x: executor(Cube(), x, jnp.asarray(2)))(1.5)) == 30 * 1.5**2 * 2
+        with pytest.raises(TypeError, match="pass 'x' by position"):
+            jax.grad(lambda x: executor(Cube(), x=x, n=2))(1.0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

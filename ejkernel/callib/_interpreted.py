@@ -100,7 +100,8 @@ OutputTypes = tuple[tuple[tuple[int, ...], Any], ...]
 
 @_on_host_p.def_impl
 def _eager(*arrays: Any, **params: Any) -> list[jax.Array]:
-    return jax.jit(functools.partial(_on_host_p.bind, **params))(*arrays)
+    with jax.disable_jit(False):  # compiled even where nothing else is: the callback has no other way to run
+        return jax.jit(functools.partial(_on_host_p.bind, **params))(*arrays)
 
 
 @_on_host_p.def_abstract_eval

@@ -65,12 +65,31 @@ class Signature(Generic[Problem]):
             platform-level function's.
         config: the class of its configurations.
         finish: the results of `Implementation.solve` as users get them, from `(problem, results)`.
+        config_alias: the name that users know `config` by, where the operations of a family share the class.
     """
 
     name: str
     problem: Callable[..., Problem]
     config: type
     finish: Callable[[Problem, Any], Any] = lambda problem, results: results
+    config_alias: str | None = None
+
+    @property
+    def config_name(self) -> str:
+        return self.config_alias or self.config.__name__
+
+    def shown(self, cfg: Any) -> str:
+        """A configuration as the user wrote it."""
+        return repr(cfg).replace(self.config.__name__, self.config_name, 1) if type(cfg) is self.config else repr(cfg)
+
+    def check_config(self, cfg: Any, legal_else: str = " or None") -> None:
+        """TypeError unless `cfg` is of the operation's own class. `legal_else`: what the caller takes beside it, in words."""
+        if isinstance(cfg, self.config):
+            return
+        came = "None" if cfg is None else type(cfg).__name__
+        if names := getattr(type(cfg), "public_names", ()):
+            came += f" (the class of {', '.join(names)})"
+        raise TypeError(f"cfg must be of class {self.config_name}{legal_else}; got {came}.")
 
     def register(
         self,
@@ -120,8 +139,8 @@ class PlatformFunction(Generic[Problem, Config]):
     def solve(self, problem: Problem, cfg: Config | None = None) -> Any:
         """The results for a problem; ValueError where platform or configuration do not fit it."""
         how = self.implementation
-        if cfg is not None and not isinstance(cfg, self.signature.config):
-            raise TypeError(f"cfg must be of class {self.signature.config.__name__} or None; got {type(cfg).__name__}.")
+        if cfg is not None:
+            self.signature.check_config(cfg)
         reason = how.supports(problem)
         if reason is None and cfg is not None:
             reason = self.refuses(problem, cfg)

@@ -20,6 +20,8 @@ Cfg = TypeVar("Cfg")
 Out = TypeVar("Out")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_CHOSEN_ALREADY = " (with None, an executor or the operation's function chooses one)"
+
 
 class RegistryKernel(Kernel[Cfg, Out]):
     """An operation that solves its family's problem on the platform that its configuration names.
@@ -38,6 +40,7 @@ class RegistryKernel(Kernel[Cfg, Out]):
     def __init_subclass__(cls, **kwargs: Any):
         if "signature" in cls.__dict__:
             cls.op_id, cls._config_cls = cls.signature.name, cls.signature.config
+            cls._config_name = cls.signature.config_name
         super().__init_subclass__(**kwargs)
 
     @classmethod
@@ -67,7 +70,7 @@ class RegistryKernel(Kernel[Cfg, Out]):
 
         `"auto"`: the best platform that supports the arguments it is called with.
         """
-        self._check_kind(cfg)
+        self.signature.check_config(cfg, _CHOSEN_ALREADY)
         if as_platform(cfg.platform) is None:  # type: ignore[attr-defined]  # every configuration names one
             return functools.partial(self._best, cfg)
         return functools.partial(self.registry.get(self.op_id, cfg.platform, cfg.backend), cfg=cfg)  # type: ignore[attr-defined]
@@ -78,7 +81,7 @@ class RegistryKernel(Kernel[Cfg, Out]):
 
     def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
         """Computes the operation with a configuration; the arguments are those of the function that users call."""
-        self._check_kind(cfg)
+        self.signature.check_config(cfg, _CHOSEN_ALREADY)
         named = named_arguments(self, args, kwargs)
         asked = as_platform(named["platform"])
         if asked is not None:
@@ -120,7 +123,7 @@ class RegistryKernel(Kernel[Cfg, Out]):
 
     def settled(self, inv: Invocation[Any, Any], cfg: Cfg) -> Cfg:
         """With the platform that runs it; ValueError where none does."""
-        self._check_kind(cfg)
+        self.signature.check_config(cfg)
         entry = self._chosen(inv.problem, inv.arguments["platform"], cfg)
         return dataclasses.replace(cfg, platform=str(entry.platform))  # type: ignore[type-var]  # a dataclass
 
@@ -142,7 +145,7 @@ class RegistryKernel(Kernel[Cfg, Out]):
 
     def _chosen(self, problem: Any, platform: str | Platform | None, cfg: Any) -> Registered:
         """The best implementation that supports the call and runs `cfg`; ValueError with the reasons when there is none."""
-        self._check_kind(cfg)
+        self.signature.check_config(cfg)
         asked = as_platform(platform)
         if asked is not None:
             _check_agreement(asked, cfg)
@@ -157,7 +160,7 @@ class RegistryKernel(Kernel[Cfg, Out]):
             if reason is None:
                 return entry
             refused.append(f"{entry.platform}: {reason}")
-        raise ValueError(f"{self.op_id} cannot run with {cfg}: {'; '.join(dict.fromkeys(refused))}.")
+        raise ValueError(f"{self.op_id} cannot run with {self.signature.shown(cfg)}: {'; '.join(dict.fromkeys(refused))}.")
 
     def _implementation(self, entry: Registered) -> Implementation[Any, Cfg]:
         if not isinstance(entry.function, PlatformFunction):
@@ -166,11 +169,6 @@ class RegistryKernel(Kernel[Cfg, Out]):
                 f"PlatformFunction of an Implementation."
             )
         return entry.function.implementation
-
-    def _check_kind(self, cfg: Any) -> None:
-        assert self._config_cls is not None
-        if not isinstance(cfg, self._config_cls):
-            raise TypeError(f"cfg must be of class {self._config_cls.__name__} or None; got {type(cfg).__name__}.")
 
 
 def _known(x: Any) -> Any:

@@ -38,6 +38,7 @@ class Kernel(Generic[Cfg, Out]):
     aliases: ClassVar[tuple[str, ...]] = ()
     version: int = 1
     _config_cls: ClassVar[type | None] = None
+    _config_name: ClassVar[str | None] = None  # the name that users know it by, where it has several
 
     def __init__(self, op_id: str | None = None):
         """Args: op_id: the operation's name, for kernels that do not set it on the class."""

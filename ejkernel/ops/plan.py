@@ -47,6 +47,7 @@ def _with_own_gradient(plan: Plan) -> Callable[..., Any]:
     function = jax.custom_vjp(plan._run)
 
     def forward(*arrays: Any) -> tuple[Any, Any]:
+        arrays = tuple(x if is_array(x) else jnp.asarray(x) for x in arrays)  # without `jit` a Python number comes as it is
         args, kwargs = layout.rebuild(arrays)
         y, residuals = kernel.fwd_with_residuals(*args, cfg=cfg, **kwargs)
         return y, (residuals, y, arrays)

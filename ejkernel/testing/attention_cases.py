@@ -148,7 +148,7 @@ class AttentionCase:
             q_positions, kv_positions = self.mask_info.get_or_compute_positions()
         return attention_reference(
             **{name: x.astype(np.float64) for name, x in _numpy(self.arrays).items()},
-            d_output=np.asarray(self.d_output.astype(jnp.float32), np.float64),
+            d_output=_numpy({"output": self.d_output})["output"],
             attention_mask=None if mask is None else np.asarray(mask),
             softmax_scale=self.scale,
             logits_soft_cap=self.soft_cap,

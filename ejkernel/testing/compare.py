@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -44,6 +46,18 @@ def relative_rms(got: Any, want: Any) -> float:
     unheld = least * np.sqrt(want.size)
     size, distance = np.linalg.norm(want), max(np.linalg.norm(got - want) - unheld, 0.0)
     return float(distance / size) if size > 0 else (0.0 if distance == 0 else np.inf)
+
+
+@contextlib.contextmanager
+def reference_settings() -> Iterator[None]:
+    """What a reference is computed under, whatever JAX's settings are where it is asked for."""
+    with (
+        jax.enable_x64(True),
+        jax.disable_jit(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
 
 
 @dataclasses.dataclass(frozen=True)

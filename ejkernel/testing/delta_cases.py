@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._delta import DeltaProblem, delta_problem
-from ejkernel.testing.compare import LINEAR_TOLERANCES, relative_rms
+from ejkernel.kernels._linear.problem import state_dtype
+from ejkernel.testing.compare import LINEAR_TOLERANCES, reference_settings, relative_rms
 from ejkernel.testing.delta_reference import delta_reference
 from ejkernel.testing.linear_cases import GATE_KINDS
 
@@ -142,7 +143,7 @@ class DeltaCase:
     def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = delta_reference) -> dict[str, np.ndarray]:
         """The same from the float64 reference on the same rounded inputs."""
         arrays, _ = self.arguments()
-        with jax.enable_x64(True):
+        with reference_settings():
             wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
             found = _jitted(reference, self._static(), wide, self.weights())
         return {name: np.asarray(x) for name, x in found.items()}
@@ -184,7 +185,7 @@ def _evaluated(
 ) -> dict[str, Any]:
     def loss(arrays: dict[str, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         output, state = _call(function, static, arrays)
-        wide = jnp.promote_types(output.dtype, jnp.float32)
+        wide = state_dtype(output)
         terms = [jnp.sum(x.astype(wide) * jnp.asarray(w, wide)) for x, w in zip((output, state), weights, strict=True)]
         return terms[0] + terms[1], (output, state)
 

@@ -32,7 +32,7 @@ def scan_attention(
         if g is not None:
             state = state * (jnp.exp(g)[..., None, None] if g.ndim == 2 else jnp.exp(g)[..., None])
         if g_gamma is not None:
-            state = state * jnp.exp(g_gamma)[..., None, None]
+            state = state * jnp.exp(g_gamma)[None, :, None, None]
         if gk is not None:
             state = state * jnp.exp(gk)[..., None]
         if gv is not None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.testing.compare import relative_rms
+from ejkernel.testing.compare import reference_settings, relative_rms
 from ejkernel.testing.shapes import Shape
 
 TOKENS = 256
@@ -94,7 +94,7 @@ class Part:
 def of_whole(reference: Callable[..., jax.Array], arrays: Arrays, cotangent: jax.Array, gradients: bool) -> Judge:
     """The judge of a whole call: `reference(**arrays)` gives the output, differentiably, where 64-bit numbers are enabled."""
     wide = {name: float64(x) for name, x in arrays.items()}
-    with jax.enable_x64(True):
+    with reference_settings():
         output, found = _run(lambda arrays: reference(**arrays), wide, float64(cotangent), gradients)
     return Judge(cotangent, output, found)
 
@@ -111,7 +111,7 @@ def of_recurrence(
     before = {name: part.before(name, x) for name, x in wide.items()}
     now = {name: part.cut(name, x) for name, x in wide.items()}
     shown = part.only(cotangent)
-    with jax.enable_x64(True):
+    with reference_settings():
         state = jax.jit(lambda arrays: reference(**arrays)[1])(before)
         run = lambda arrays: reference(**arrays, initial_state=state)[0]
         output, found = _run(run, now, part.cut("output", float64(shown)), gradients)

@@ -12,8 +12,8 @@ import numpy as np
 
 from ejkernel.kernels._linear.gates import ARGUMENTS, CONSTANT, GATES
 from ejkernel.kernels._linear.operations import lightning, lightning_decay, recurrent
-from ejkernel.kernels._linear.problem import LinearProblem
-from ejkernel.testing.compare import LINEAR_TOLERANCES
+from ejkernel.kernels._linear.problem import LinearProblem, state_dtype
+from ejkernel.testing.compare import LINEAR_TOLERANCES, reference_settings
 from ejkernel.testing.linear_reference import linear_reference
 
 GATE_KINDS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
@@ -118,7 +118,7 @@ class LinearCase:
     def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = linear_reference) -> dict[str, np.ndarray]:
         """The same from the float64 reference on the same rounded inputs."""
         arrays, options = self.arguments()
-        with jax.enable_x64(True):
+        with reference_settings():
             wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
             found = _evaluate(lambda wide: reference(**wide, **options), wide, self.weights(), jit=True)
         return {name: np.asarray(x) for name, x in found.items()}
@@ -141,8 +141,9 @@ class LightningCase(LinearCase):
 
     def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = linear_reference) -> dict[str, np.ndarray]:
         def of_the_layer(*, layer_idx: int, num_layers: int, **rest: Any) -> tuple[jax.Array, jax.Array]:
-            return reference(**rest, g_gamma=lightning_decay(self.heads, layer_idx, num_layers))
+            return reference(**rest, g_gamma=lightning_decay(self.heads, layer_idx, num_layers, decays))
 
+        decays = np.float64 if self.dtype == "float64" else np.float32  # as wide as every implementation has them
         return super().expected(of_the_layer)
 
 
@@ -151,7 +152,7 @@ def _evaluate(
 ) -> dict[str, Any]:
     def loss(arrays: dict[str, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         output, state = function(arrays)
-        wide = jnp.promote_types(output.dtype, jnp.float32)
+        wide = state_dtype(output)
         terms = [jnp.sum(x.astype(wide) * jnp.asarray(w, wide)) for x, w in zip((output, state), weights, strict=True)]
         return terms[0] + terms[1], (output, state)
 

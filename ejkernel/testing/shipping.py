@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels._linear import LinearConfig, LinearProblem
+from ejkernel.kernels._linear import LinearProblem
+from ejkernel.kernels._linear.config import RecurrenceConfig
 from ejkernel.kernels._linear.gates import ARGUMENTS
 from ejkernel.kernels._linear.operations import recurrent
 from ejkernel.modules import GLAttention, LightningAttention, RecurrentAttention
@@ -22,7 +23,7 @@ Arrays = dict[str, Any]
 class TritonRecurrent(RecurrentAttention):
     """`recurrent_attention` with the triton platform's candidates alone: the others are known to be slower at these sizes."""
 
-    def candidate_cfgs(self, inv: Invocation) -> Iterable[LinearConfig]:
+    def candidate_cfgs(self, inv: Invocation) -> Iterable[RecurrenceConfig]:
         return [cfg for cfg in super().candidate_cfgs(inv) if cfg.platform == "triton"]
 
 

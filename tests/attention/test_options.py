@@ -298,16 +298,16 @@ class TestDropout:
         ({"query": jnp.ones((T, H, D))}, ValueError, "query must be rank 4"),
         ({"query": jnp.ones((B, T, H, D), int)}, TypeError, "query must be floating point"),
         ({"key": jnp.ones((B, S, HKV, D + 1))}, ValueError, "key must be"),
-        ({"value": jnp.ones((B, S + 1, HKV, D))}, ValueError, "value must be"),
+        ({"value": jnp.ones((B, S + 1, HKV, D))}, ValueError, rf"value must be \[{B}, {S}, {HKV}, V\] \(batch"),
         ({"query": jnp.ones((B, T, 3, D))}, ValueError, "query heads must be a multiple of key heads; got 3 and 2"),
-        ({"bias": jnp.ones((B, 3, T, S))}, ValueError, "bias must be"),
+        ({"bias": jnp.ones((B, 3, T, S))}, ValueError, rf"bias must be \[1\|{B}, 1\|{HKV}\|{H}, 1\|{T}, 1\|{S}\] \(batch"),
         ({"bias": jnp.ones((B, 1, T, S), bool)}, TypeError, "bias must be floating point"),
         ({"attention_mask": jnp.ones((B, S))}, TypeError, "attention_mask must be bool"),
         ({"attention_mask": jnp.ones((S,), bool)}, ValueError, "attention_mask must be"),
         ({"attention_mask": jnp.ones((B, T, S + 1), bool)}, ValueError, "attention_mask must be"),
         ({"mask_info": jnp.ones((B, S), bool)}, TypeError, "mask_info must be a MaskInfo"),
         ({"mask_info": MaskInfo.from_segments(jnp.zeros((B, T), int))}, ValueError, "mask_info must be for"),
-        ({"softmax_aux": jnp.ones((3, 2))}, ValueError, "softmax_aux must be"),
+        ({"softmax_aux": jnp.ones((3, 2))}, ValueError, rf"softmax_aux must be \[sinks\] or \[{HKV}\|{H}, sinks\]"),
         ({"softmax_aux": jnp.ones((2,), int)}, TypeError, "softmax_aux must be floating point"),
         ({"softmax_scale": jnp.ones((2,))}, ValueError, "softmax_scale must be a number"),
         ({"softmax_scale": "a"}, TypeError, "softmax_scale must be a number; got 'a'"),
@@ -340,6 +340,14 @@ def test_errors_name_the_argument(options, error, message):
     q, k, v = arrays()
     with pytest.raises(error, match=message):
         attention(**({"query": q, "key": k, "value": v} | options))
+
+
+def test_errors_say_each_legal_size_once():
+    x = jnp.ones((1, 1, 2, 4))
+    with pytest.raises(ValueError, match=r"softmax_aux must be \[sinks\] or \[2, sinks\]"):
+        attention(x, x, x, softmax_aux=jnp.ones((3, 2)))
+    with pytest.raises(ValueError, match=r"bias must be \[1, 1\|2, 1, 1\]"):
+        attention(x, x, x, bias=jnp.ones((1, 3, 1, 1)))
 
 
 @pytest.mark.parametrize(

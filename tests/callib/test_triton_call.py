@@ -69,6 +69,13 @@ def test_vmap_runs_each():
     np.testing.assert_array_equal(jax.vmap(lambda row: call(row, row))(x), 4 * x)
 
 
+def test_without_jit():
+    x = jnp.arange(60.0).reshape(3, 20)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(call(x[0], x[0]), 4 * x[0])
+        np.testing.assert_array_equal(jax.vmap(lambda row: call(row, row))(x), 4 * x)
+
+
 def test_bfloat16_dot():
     a, b = (jax.random.normal(jax.random.key(i), (16, 16)).astype(jnp.bfloat16) for i in range(2))
     got = triton_call(a, b, kernel=product, out_shape=jax.ShapeDtypeStruct((16, 16), jnp.float32), grid=1, B=16)

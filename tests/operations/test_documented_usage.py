@@ -81,7 +81,7 @@ def test_run_with_a_configuration():
     same(jax.jit(lambda q: GLAttention().run(q, k, v, gate, cfg=cfg))(q), wanted[0])
     with pytest.raises(ValueError, match="'xla' was asked for, but cfg is for platform 'triton'"):
         GLAttention().run(q, k, v, platform="xla", cfg=GLAttentionConfig(platform="triton"))
-    with pytest.raises(TypeError, match="cfg must be of class LinearConfig or None; got AttentionConfig"):
+    with pytest.raises(TypeError, match=r"cfg must be of class GLAttentionConfig \(.*\); got AttentionConfig"):
         GLAttention().run(q, k, v, cfg=AttentionConfig())
     with pytest.raises(TypeError, match=r"gla: .*'gk'.*; it takes query, key, value, g, g_gamma"):
         GLAttention().run(q, k, v, gk=gate, cfg=cfg)

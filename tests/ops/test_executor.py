@@ -291,7 +291,7 @@ def test_typed_keys_ints_bools_and_8_bit_floats_are_drawn_and_tuned():
 
         def run(self, key, flags, count, small, c, *, cfg):
             noise = jax.random.normal(jax.random.wrap_key_data(key) if key.dtype == jnp.uint32 else key, flags.shape)
-            return jnp.where(flags, noise, count + small.astype(jnp.float32)) + c.real
+            return jnp.where(flags, noise, count.astype(jnp.float32) + small.astype(jnp.float32)) + c.real
 
         def heuristic_cfg(self, inv):
             return ToyConfig()

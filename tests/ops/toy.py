@@ -63,13 +63,13 @@ class Cube(Kernel[ToyConfig, jax.Array]):
     op_id = "cube"
 
     def run(self, x: jax.Array, n: jax.Array, *, cfg: ToyConfig) -> jax.Array:
-        return x**3 * n
+        return x**3 * jnp.asarray(n, jnp.float32)
 
     def fwd_with_residuals(self, x: jax.Array, n: jax.Array, *, cfg: ToyConfig):
-        return x**3 * n, {"square": x**2}
+        return x**3 * jnp.asarray(n, jnp.float32), {"square": x**2}
 
     def vjp(self, residuals, y, dy, x, n, *, cfg: ToyConfig):
-        return 30 * residuals["square"] * n * dy, None
+        return 30 * residuals["square"] * jnp.asarray(n, jnp.float32) * dy, None
 
     def heuristic_cfg(self, inv: Invocation) -> ToyConfig:
         return ToyConfig()

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.testing.compare import LINEAR_TOLERANCES
+from ejkernel.testing.compare import LINEAR_TOLERANCES, reference_settings
 from ejkernel.testing.contenders import Contender, jitted
 from ejkernel.testing.record import Record
 from tests.toy.kernels.decayed_sum import SumProblem
@@ -65,7 +65,7 @@ class SumCase:
 
     def expected(self) -> dict[str, np.ndarray]:
         arrays = [np.asarray(array, np.float64) for array in self.arrays]
-        with jax.enable_x64(True):
+        with reference_settings():
             found = _with_gradient(lambda x: reference(x, self.decay), *arrays)
         return {name: np.asarray(array) for name, array in found.items()}
 

@@ -30,7 +30,7 @@ def run_along(case: Case, route: Route) -> Any:
 
     def loss(arrays: dict[str, Any]) -> Any:
         o, S = solve_along(route, arrays, cu_seqlens)
-        return jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(S * ws), (o, S)
+        return sum(jnp.sum(x.astype(jnp.float32) * w.astype(jnp.float32)) for x, w in ((o, wo), (S, ws))), (o, S)
 
     grads, values = jax.grad(loss, has_aux=True)(case.arrays())
     return values, grads

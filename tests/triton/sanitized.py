@@ -120,7 +120,7 @@ def value_and_gradient(case: Case | DeltaRun) -> Any:
     def run(arrays: dict[str, Any], cu_seqlens: Any, weights: Any) -> Any:
         def loss(arrays: dict[str, Any]) -> Any:
             out = function(**arrays, cu_seqlens=cu_seqlens)
-            return sum(jnp.sum(x.astype(jnp.float32) * w) for x, w in zip(out, weights, strict=True)), out
+            return sum(jnp.sum(x.astype(jnp.float32) * w.astype(jnp.float32)) for x, w in zip(out, weights, strict=True)), out
 
         return jax.grad(loss, has_aux=True)(arrays)
 

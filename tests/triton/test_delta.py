@@ -126,6 +126,23 @@ def test_vmap_is_a_loop(packed):
     assert relative_rms(jax.vmap(jax.grad(loss))(values), np.asarray(one_by_one, np.float64)) < LINEAR_TOLERANCES["float32"][0]
 
 
+SETTINGS = {
+    "x64": functools.partial(jax.enable_x64, True),
+    "strict dtypes": functools.partial(jax.numpy_dtype_promotion, "strict"),
+    "no rank promotion": functools.partial(jax.numpy_rank_promotion, "raise"),
+    "no jit": jax.disable_jit,
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_jax_change_nothing(setting):
+    case = DeltaCase("packed", lengths=(20, 0, 13), heads=1, key_heads=1, gate="head", initial_state=True, reverse=True)
+    want, tolerance = expected(case)
+    with SETTINGS[setting]():
+        got = case.evaluate(gated_delta_rule, jit=setting != "no jit")
+    assert_close(got, want, tolerance)
+
+
 def test_the_normalisation_has_its_gradient():
     case = DeltaCase("normalised", batch=1, time=20, gate="channel", key_kind="raw", l2norm=True)
     assert_close(case.evaluate(gated_delta_rule), *expected(case))

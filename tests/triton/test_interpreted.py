@@ -10,6 +10,7 @@ from ejkernel._device import device_of
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton import recurrent
 from ejkernel.testing.compare import LINEAR_TOLERANCES, relative_rms
+from ejkernel.testing.linear_cases import CASES
 from tests.triton.linear_cases import INTERPRETED, Case
 from tests.triton.linear_reference import value_and_grads
 
@@ -27,7 +28,7 @@ def run(case: Case, **options):
 
     def loss(arrays):
         o, S = recurrent(**arrays, cu_seqlens=cu, reverse=case.reverse, cfg=cfg)
-        return jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(S * ws), (o, S)
+        return sum(jnp.sum(x.astype(jnp.float32) * w.astype(jnp.float32)) for x, w in ((o, wo), (S, ws))), (o, S)
 
     grads, values = jax.grad(loss, has_aux=True)(arrays)
     return values, grads
@@ -103,6 +104,25 @@ def test_traced_scale_in_bfloat16(gates):
     found = jax.jit(jax.grad(loss))(arrays, jnp.float32(0.25))
     want = jax.grad(loss)(arrays, 0.25)
     assert all(relative_rms(found[name], want[name]) < 6e-3 for name in arrays)
+
+
+SETTINGS = {
+    "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
+    "ranks": lambda: jax.numpy_rank_promotion("raise"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("case", [case for case in CASES if case.lengths or "128-channels" in case.name], ids=str)
+def test_nothing_is_promoted(case, setting):
+    arrays, options = case.arguments()
+
+    def both(arrays):
+        out, pull = jax.vjp(lambda arrays: recurrent(**arrays, **options), arrays)
+        return out, pull(out)
+
+    with SETTINGS[setting]():
+        jax.eval_shape(both, arrays)
 
 
 def test_refusals_say_why():

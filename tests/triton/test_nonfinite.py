@@ -31,7 +31,8 @@ def value_and_gradients(case, arrays):
 
     def loss(arrays):
         o, S = recurrent(**arrays, cu_seqlens=cu, cfg=cfg)
-        return jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(S * ws), {"output": o, "final": S}
+        terms = [jnp.sum(x.astype(jnp.float32) * w.astype(jnp.float32)) for x, w in ((o, wo), (S, ws))]
+        return terms[0] + terms[1], {"output": o, "final": S}
 
     grads, values = jax.grad(loss, has_aux=True)(arrays)
     return {**values, **{f"d{name}": x for name, x in grads.items()}}

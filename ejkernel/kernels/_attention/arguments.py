@@ -34,8 +34,13 @@ class Shape(NamedTuple):
     @property
     def plane(self) -> str:
         """The legal shape of a bias or mask, in words."""
-        heads = "|".join(str(n) for n in sorted({1, self.kv_heads, self.heads}))
-        return f"[1|{self.batch}, {heads}, 1|{self.q_len}, 1|{self.kv_len}] (batch, heads, queries, keys)"
+        sizes = ((1, self.batch), (1, self.kv_heads, self.heads), (1, self.q_len), (1, self.kv_len))
+        return f"[{', '.join(_either(*legal) for legal in sizes)}] (batch, heads, queries, keys)"
+
+
+def _either(*sizes: int) -> str:
+    """Each size once: "1|2|4"."""
+    return "|".join(dict.fromkeys(map(str, sizes)))
 
 
 @functools.cache
@@ -59,7 +64,8 @@ def operands(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Array, Array
             f"got {list(k.shape)}."
         )
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"value must be {[*k.shape[:3], 'V']} (batch, length, heads) to match key; got {list(v.shape)}.")
+        sizes = ", ".join(map(str, k.shape[:3]))
+        raise ValueError(f"value must be [{sizes}, V] (batch, length, heads, channels) to match key; got {list(v.shape)}.")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"query heads must be a multiple of key heads; got {q.shape[2]} and {k.shape[2]}.")
     if q.shape[3] == 0:
@@ -67,11 +73,23 @@ def operands(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Array, Array
     if dtype is not None:
         compute = jax.dtypes.canonicalize_dtype(as_dtype("dtype", dtype))
     else:
-        compute = q.dtype if q.dtype == k.dtype == v.dtype else jnp.result_type(q, k, v)
+        compute = q.dtype if q.dtype == k.dtype == v.dtype else _promoted(q, k, v)
     if compute.name not in _DTYPES:
         raise TypeError(f"dtype must be None or one of {', '.join(_DTYPES)}; got {compute.name}.")
     cast = [x if x.dtype == compute else x.astype(compute) for x in (q, k, v)]
     return cast[0], cast[1], cast[2]
+
+
+def _promoted(q: Array, k: Array, v: Array) -> np.dtype:
+    """The dtype that JAX's promotion gives query, key and value together, as it is set."""
+    try:
+        return jnp.result_type(q, k, v)
+    except jax.dtypes.TypePromotionError:
+        how = jax.config.jax_numpy_dtype_promotion  # type: ignore[attr-defined]  # made from flags
+        raise TypeError(
+            f"query, key and value must be of one dtype when dtype is None and jax.numpy_dtype_promotion({how!r}) does not "
+            f"join theirs; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them, or say dtype."
+        ) from None
 
 
 def scale(softmax_scale: Any, head_dim: int) -> tuple[float, Array | None]:
@@ -153,7 +171,7 @@ def mask_info(info: MaskInfo, shape: Shape) -> None:
     batch, _, q_len, kv_len = info.shape
     if batch not in (1, shape.batch) or (q_len, kv_len) != (shape.q_len, shape.kv_len):
         raise ValueError(
-            f"mask_info must be for batch 1|{shape.batch}, {shape.q_len} queries and {shape.kv_len} keys; "
+            f"mask_info must be for batch {_either(1, shape.batch)}, {shape.q_len} queries and {shape.kv_len} keys; "
             f"it is for batch {batch}, {q_len} queries and {kv_len} keys."
         )
 
@@ -166,10 +184,8 @@ def sinks(softmax_aux: Any, shape: Shape, dtype: Any) -> Float[Array, " H"] | No
     rows = softmax_aux[None] if softmax_aux.ndim == 1 else softmax_aux
     legal = {shape.heads, shape.kv_heads} | ({1} if softmax_aux.ndim == 1 else set())
     if rows.ndim != 2 or rows.shape[0] not in legal:
-        raise ValueError(
-            f"softmax_aux must be [sinks], [{shape.heads}, sinks] or [{shape.kv_heads}, sinks] (heads first); "
-            f"got shape {list(softmax_aux.shape)}."
-        )
+        heads = _either(shape.kv_heads, shape.heads)
+        raise ValueError(f"softmax_aux must be [sinks] or [{heads}, sinks] (heads first); got shape {list(softmax_aux.shape)}.")
     if rows.shape[1] == 0:
         return None
     rows = rows.astype(dtype)

@@ -118,7 +118,7 @@ def keep_mask(problem: AttentionProblem, tile: Tile) -> Bool[Array, "b h g q k"]
         kv = cut(problem.kv_segment_ids, 1, tile.start_k, tile.size_k)[:, None, None, None, :]
         parts.append((q == kv) & (q >= 0))
     if problem.kv_len != tile.kv_end:
-        parts.append((tile.start_k + jnp.arange(tile.size_k) < tile.kv_end)[None, None, None, None, :])
+        parts.append((tile.start_k + jnp.arange(tile.size_k, dtype=jnp.int32) < tile.kv_end)[None, None, None, None, :])
     keep = None
     for part in parts:
         keep = part if keep is None else keep & part

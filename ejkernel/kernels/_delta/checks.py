@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels._linear.checks import Dims, float_array
+from ejkernel.kernels._linear.checks import Dims, float_array, heads_and_channels
 
 SHAPES = "(batch, time, heads, key channels)"
 
@@ -24,10 +24,7 @@ def query_key_value(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             f"value must be [{B}, {T}, value heads, value channels] (batch, time, ...) to match query; got {list(v.shape)}."
         )
     H = v.shape[2]
-    if min(Hk, H, K, v.shape[3]) < 1:
-        raise ValueError(
-            f"heads and channels must be at least 1; got query {list(q.shape)}, key {list(k.shape)}, value {list(v.shape)}."
-        )
+    heads_and_channels(q, k, v)
     if H % Hk:
         raise ValueError(
             f"value must have a multiple of the {Hk} heads of query and key, since each of these serves as many value heads; "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from ejkernel.kernels._linear.config import LinearConfig
+from ejkernel.kernels._linear.config import RecurrenceConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedDeltaRuleConfig(LinearConfig):
-    """How `gated_delta_rule` runs; the fields are those of `LinearConfig`, which both recurrences read alike.
+class GatedDeltaRuleConfig(RecurrenceConfig):
+    """How `gated_delta_rule` runs; the fields are those of `RecurrenceConfig`.
 
     Example:
         >>> GatedDeltaRuleConfig("recurrent", block_q=16).schedule

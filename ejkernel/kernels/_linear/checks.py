@@ -11,6 +11,7 @@ import numpy as np
 
 from ejkernel._meshes import repeat
 from ejkernel._numbers import as_array, as_flag, as_float, as_numpy, checked_offsets
+from ejkernel._sizes import known
 from ejkernel.kernels._linear.gates import GATES
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -71,12 +72,19 @@ def query_key_value(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             f"value must be [{B}, {T}, {Hkv}, value channels] (batch, time, heads, channels) to match query and key; "
             f"got {list(v.shape)}."
         )
-    if min(H, Hkv, K, v.shape[3]) < 1:
-        raise ValueError(
-            f"heads and channels must be at least 1; got query {list(q.shape)}, key {list(k.shape)}, value {list(v.shape)}."
-        )
+    heads_and_channels(q, k, v)
     if H % Hkv:
         raise ValueError(f"key must have a number of heads that divides query's {H}; got {Hkv}.")
+
+
+def heads_and_channels(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """ValueError unless there are some of each; `jax.export` may leave batch and time open, but not these."""
+    sizes = [size for x in (q, k, v) for size in x.shape[2:]]
+    if not known(*sizes) or min(sizes) < 1:
+        must = "at least 1" if known(*sizes) else "known, since only batch and time may be symbolic"
+        raise ValueError(
+            f"heads and channels must be {must}; got query {list(q.shape)}, key {list(k.shape)}, value {list(v.shape)}."
+        )
 
 
 def sequences(cu: Any, q: jax.Array) -> int:
@@ -84,6 +92,12 @@ def sequences(cu: Any, q: jax.Array) -> int:
     if cu is None:
         return q.shape[0]
     shape = jnp.shape(offsets(cu))
+    if len(shape) == 1 and not known(*shape):
+        raise ValueError(
+            f"cu_seqlens must have a known size, and so must initial_state and g_gamma, since each sequence has a state; got "
+            f"[{shape[0]}]. With jax.export, leave only the tokens open: fix the most sequences and repeat the last offset for "
+            f"those that are not there, which are empty then."
+        )
     if len(shape) != 1 or shape[0] < 2:
         raise ValueError(f"cu_seqlens must be [sequences + 1] with at least one sequence; got {list(shape)}.")
     return shape[0] - 1

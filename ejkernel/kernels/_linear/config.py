@@ -1,9 +1,9 @@
-"""How a linear operation runs: data that the executor picks and a platform reads."""
+"""How an operation with a recurrent state runs: data that the executor picks and a platform reads."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from ejkernel._numbers import is_int
 from ejkernel.kernels._registry import as_backend, as_platform
@@ -19,8 +19,8 @@ TILE_FIELDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearConfig:
-    """Configuration of one linear-attention call.
+class RecurrenceConfig:
+    """How one call of an operation with a recurrent state runs. Each family has a class of its own with these fields.
 
     Args:
         schedule: `"chunked"` computes blocks of tokens by matrix products; `"recurrent"` goes step by step.
@@ -31,11 +31,6 @@ class LinearConfig:
         num_warps, num_stages: warps per program and depth of its load pipeline, likewise.
         platform: the platform to run on; `"auto"` takes the best one that supports the call.
         backend: the kind of device, `"any"` for the one JAX computes on.
-
-    Example:
-        >>> LinearConfig(schedule="chunked", block_q=32)
-        LinearConfig(schedule='chunked', block_q=32, platform='auto', backend='any', block_k=None, block_d=None,
-                     num_warps=None, num_stages=None)
     """
 
     schedule: Schedule = "chunked"
@@ -64,3 +59,16 @@ class LinearConfig:
                 raise ValueError(f"{name} must be None or one of {', '.join(map(str, legal))}; got {value!r}.")
         as_platform(self.platform)
         as_backend(self.backend)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearConfig(RecurrenceConfig):
+    """How a linear operation runs; the fields are those of `RecurrenceConfig`.
+
+    Example:
+        >>> LinearConfig(schedule="chunked", block_q=32)
+        LinearConfig(schedule='chunked', block_q=32, platform='auto', backend='any', block_k=None, block_d=None,
+                     num_warps=None, num_stages=None)
+    """
+
+    public_names: ClassVar[tuple[str, ...]] = ("RecurrentAttentionConfig", "GLAttentionConfig", "LightningAttentionConfig")

@@ -69,9 +69,9 @@ def _finish(problem: LinearProblem, results: tuple[jax.Array, jax.Array]) -> tup
     return problem.finish(output), final_state
 
 
-RECURRENT = Signature("recurrent", recurrent, LinearConfig, _finish)
-GLA = Signature("gla", gla, LinearConfig, _finish)
-LIGHTNING = Signature("lightning_attn", lightning, LinearConfig, _finish)
+RECURRENT = Signature("recurrent", recurrent, LinearConfig, _finish, "RecurrentAttentionConfig")
+GLA = Signature("gla", gla, LinearConfig, _finish, "GLAttentionConfig")
+LIGHTNING = Signature("lightning_attn", lightning, LinearConfig, _finish, "LightningAttentionConfig")
 
 
 def register(

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._implementation import Implementation
-from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._linear.config import TILE_FIELDS
+from ejkernel.kernels._linear.config import TILE_FIELDS, RecurrenceConfig
 from ejkernel.kernels._linear.problem import DECODED_TOKENS
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._launches import does_not_fit
@@ -20,7 +19,7 @@ from ejkernel.kernels._triton.linear._solve import solve_along
 from ejkernel.kernels._triton.linear.routes import Route
 
 P = TypeVar("P", bound=Problem)
-C = TypeVar("C", bound=LinearConfig)
+C = TypeVar("C", bound=RecurrenceConfig)
 
 MAX_STEPS = DECODED_TOKENS  # tokens up to which one launch, step by step, beats chunks
 MOST = 12  # candidates of a call, the heuristic included
@@ -101,7 +100,7 @@ class TritonRecurrence(Implementation[P, C]):
         return {"triton": triton.__version__}
 
 
-def _known_to_fit(route: Route, cfg: LinearConfig) -> bool:
+def _known_to_fit(route: Route, cfg: RecurrenceConfig) -> bool:
     """Whether a configuration names no tiles, or those of a candidate."""
     named = {name: getattr(cfg, name) for name in TILE_FIELDS if getattr(cfg, name) is not None}
     offered = [{name: value for name, value in change.items() if name in TILE_FIELDS} for change in route.changes()]

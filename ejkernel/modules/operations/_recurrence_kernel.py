@@ -10,15 +10,15 @@ import jax
 import numpy as np
 
 from ejkernel._numbers import as_flag
-from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.checks import offsets, offsets_in_order
+from ejkernel.kernels._linear.config import RecurrenceConfig
 from ejkernel.kernels._linear.gates import ARGUMENTS, CONSTANT, PER_TOKEN
 from ejkernel.kernels._linear.problem import DECODED_TOKENS
 from ejkernel.modules._registry_kernel import RegistryKernel
 from ejkernel.ops import Invocation
 
 
-class RecurrenceKernel(RegistryKernel[LinearConfig, Any]):
+class RecurrenceKernel(RegistryKernel[RecurrenceConfig, Any]):
     """An operation with a state, as the executor sees it: gives the output, or the output and the final state.
 
     Attributes:

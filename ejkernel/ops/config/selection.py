@@ -263,5 +263,5 @@ class ConfigSelectorChain:
     def _refusal(self, inv: Invocation[Any, Any], config: Any) -> str | None:
         wanted = self._config_cls(inv)
         if not isinstance(config, wanted):
-            return f"it is a {type(config).__name__}, not a {wanted.__name__}"
+            return f"it is a {type(config).__name__}, not a {inv.kernel._config_name or wanted.__name__}"
         return inv.kernel.check_cfg(inv, config)

@@ -110,7 +110,8 @@ class Segments:
         full, left = chunks_of // length, chunks_of % length
         shorter = (left > 0) | (chunks_of == 0)  # an empty sequence still hands its state on
         length_class = (length - 1 - left) * LENGTH_CLASSES // length  # of the shorter segment, 0 for nearly full ones
-        in_class = shorter & (length_class == jnp.arange(LENGTH_CLASSES)[:, None])  # [LENGTH_CLASSES, N]
+        each_class = jnp.arange(LENGTH_CLASSES, dtype=jnp.int32)[:, None]
+        in_class = shorter[None] & (length_class[None] == each_class)  # [LENGTH_CLASSES, N]
         first = starts(jnp.concatenate([full, in_class.astype(jnp.int32).ravel()]), cut.plan.compare_all)
         index = jnp.arange(count, dtype=jnp.int32)
         group = owner(first, index, cut.plan.compare_all)
@@ -123,7 +124,7 @@ class Segments:
             jnp.where(is_full, length, left[seq]),
             jnp.where(index < first[-1], seq, -1),
             place,
-            full[seq] + shorter[seq],
+            full[seq] + shorter[seq].astype(jnp.int32),
         ]
         return cls(length, count, count, jnp.stack(table).astype(jnp.int32))
 
@@ -137,8 +138,8 @@ def starts(counts: Array, compare_all: int) -> Array:
     """[n + 1]: the sum of the counts [n] before each, and of all."""
     if counts.size**2 > compare_all:
         return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    before = jnp.arange(counts.size) < jnp.arange(counts.size + 1)[:, None]
-    return jnp.sum(jnp.where(before, counts, 0), 1, dtype=jnp.int32)
+    before = jnp.arange(counts.size)[None] < jnp.arange(counts.size + 1)[:, None]
+    return jnp.sum(jnp.where(before, counts[None], 0), 1, dtype=jnp.int32)
 
 
 def owner(first: Array, index: Array, compare_all: int) -> Array:

@@ -10,7 +10,8 @@ import numpy as np
 
 from ejkernel.callib import is_interpreted, shared_memory_of
 from ejkernel.kernels._delta import DeltaProblem
-from ejkernel.kernels._linear import LinearConfig, LinearProblem
+from ejkernel.kernels._linear import LinearProblem
+from ejkernel.kernels._linear.config import RecurrenceConfig
 from ejkernel.kernels._triton.linear.kernels.decode_step import decode_steps
 
 Problem = LinearProblem | DeltaProblem  # chunks serve both recurrences
@@ -71,7 +72,7 @@ class Plan:
     compare_all: int = COMPARE_ALL
 
     @classmethod
-    def of(cls, problem: Problem, cfg: LinearConfig) -> Plan:
+    def of(cls, problem: Problem, cfg: RecurrenceConfig) -> Plan:
         _, T, _, K, V = problem.shape
         operand, precision = _operands(problem)
         return cls(

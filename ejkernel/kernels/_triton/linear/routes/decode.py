@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
-from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._linear.config import RecurrenceConfig
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._plan import tile
@@ -60,5 +60,5 @@ class DecodeStep(Route):
     def changes(self) -> Changes:
         return CHANGES
 
-    def refuses(self, cfg: LinearConfig) -> str | None:
+    def refuses(self, cfg: RecurrenceConfig) -> str | None:
         return self.chunked.refuses(cfg)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
-from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._linear.config import RecurrenceConfig
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
@@ -78,7 +78,7 @@ class HeadGate(Route):
     def changes(self) -> Changes:
         return CHANGES
 
-    def refuses(self, cfg: LinearConfig) -> str | None:
+    def refuses(self, cfg: RecurrenceConfig) -> str | None:
         if cfg.block_k is None or self.plan.gates or not self._no_gate_gradient(False):
             return None
         return (

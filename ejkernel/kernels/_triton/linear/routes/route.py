@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._linear.config import RecurrenceConfig
 from ejkernel.kernels._triton.linear._call import Call
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._plan import Plan
@@ -69,6 +69,6 @@ class Route:
         """What the tuner may change of the heuristic's configuration: one or two fields each."""
         raise NotImplementedError
 
-    def refuses(self, cfg: LinearConfig) -> str | None:
+    def refuses(self, cfg: RecurrenceConfig) -> str | None:
         """Why no kernel of this route would read a field of the configuration; None when each is read."""
         return None

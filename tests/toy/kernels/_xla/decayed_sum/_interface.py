@@ -24,14 +24,16 @@ class XlaSum(Implementation[SumProblem, SumConfig]):
 
     def solve(self, problem: SumProblem, cfg: SumConfig) -> jax.Array:
         B, T, D = problem.x.shape
-        rows = jnp.arange(cfg.block)
-        apart = rows[:, None] - rows  # [C, C]
+        if T == 0:
+            return problem.x  # a scan over nothing is an error without `jit`
+        rows = jnp.arange(cfg.block, dtype=problem.x.dtype)
+        apart = rows[:, None] - rows[None]  # [C, C]
         inside = jnp.where(apart >= 0, problem.decay ** jnp.maximum(apart, 0), 0.0)  # [C, C]
         carried = problem.decay ** (rows + 1.0)  # [C]
         blocks = jnp.pad(problem.x, ((0, 0), (0, -T % cfg.block), (0, 0))).reshape(B, -1, cfg.block, D)
 
         def step(last: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            y = jnp.einsum("ts,bsd->btd", inside, x, precision="highest") + carried[:, None] * last[:, None]  # [B, C, D]
+            y = jnp.einsum("ts,bsd->btd", inside, x, precision="highest") + carried[None, :, None] * last[:, None]  # [B, C, D]
             return y[:, -1], y
 
         _, y = jax.lax.scan(step, jnp.zeros((B, D), problem.x.dtype), jnp.moveaxis(blocks, 1, 0))
