@@ -18,13 +18,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from ejkernel._device import Device, device_of
+from ejkernel._device import device_of
 from ejkernel.kernels._delta import checks
 from ejkernel.kernels._linear import checks as shared
-from ejkernel.kernels._linear.problem import state_dtype
+from ejkernel.kernels._linear.problem import RecurrenceProblem, state_dtype
 
 EPSILON = 1e-6  # of use_qk_l2norm
 
@@ -35,27 +34,13 @@ def normalised(rows: jax.Array) -> jax.Array:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DeltaProblem:
-    """A checked call. Arrays are leaves; the fields marked static belong to the tree's structure.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaProblem(RecurrenceProblem):
+    """A checked call of the delta rule: query and key have Hk heads, value H; value head h reads head h // (H / Hk) of them."""
 
-    B is the batch, T the number of tokens in a row, N the number of sequences: B, or the packed ones (then B is 1). Value head
-    h reads head h // (H / Hk) of query and key.
-    """
-
-    query: jax.Array  # [B, T, Hk, K]
-    key: jax.Array  # [B, T, Hk, K]
-    value: jax.Array  # [B, T, H, V]
     beta: jax.Array  # [B, T, H]
     g: jax.Array | None = None  # [B, T, H] or [B, T, H, K]      log decay of the whole state, or of row k
-    initial_state: jax.Array | None = None  # [N, H, K, V]
-    cu_seqlens: jax.Array | None = None  # [N + 1]
-    traced_scale: jax.Array | None = None  # []
-    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
-    reverse: bool = dataclasses.field(default=False, metadata={"static": True})
     use_qk_l2norm: bool = dataclasses.field(default=False, metadata={"static": True})
-    packed_rank3: bool = dataclasses.field(default=False, metadata={"static": True})
-    device: Device = dataclasses.field(default_factory=lambda: device_of(()), metadata={"static": True})
 
     @classmethod
     def from_arguments(
@@ -113,20 +98,6 @@ class DeltaProblem:
         return self.g is not None and self.g.ndim == 4
 
     @property
-    def sequences(self) -> int:
-        """N: the batch, or the number of packed sequences."""
-        return self.query.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-
-    @property
-    def state_dtype(self) -> np.dtype:
-        return state_dtype(self.query)
-
-    @property
-    def output_dtype(self) -> np.dtype:
-        """What a platform writes: query's dtype, or the state's when a traced scale is still to be applied."""
-        return self.query.dtype if self.traced_scale is None else self.state_dtype
-
-    @property
     def differentiable(self) -> dict[str, jax.Array]:
         """Those of the arrays with a gradient that are given, by the names of linear attention: a gate per channel is gk."""
         names = {"query": "query", "key": "key", "value": "value", "beta": "beta", "initial_state": "initial_state"}
@@ -140,9 +111,3 @@ class DeltaProblem:
             return self
         q, k = (normalised(x.astype(self.state_dtype)).astype(x.dtype) for x in (self.query, self.key))
         return dataclasses.replace(self, query=q, key=k, use_qk_l2norm=False)
-
-    def finish(self, output: jax.Array) -> jax.Array:
-        """A platform's output `[B, T, H, V]` as the user gets it: scaled if the scale was traced, in the rank that came."""
-        if self.traced_scale is not None:
-            output = (output * self.traced_scale.astype(output.dtype)).astype(self.query.dtype)
-        return output[0] if self.packed_rank3 else output

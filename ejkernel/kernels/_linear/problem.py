@@ -25,21 +25,16 @@ DIFFERENTIABLE = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "initial_
 DECODED_TOKENS = 16  # the most that a call of a decoder has: one, or a few that are verified together
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LinearProblem:
-    """A checked call. Arrays are leaves; the fields marked static belong to the tree's structure.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrenceProblem:
+    """What checked calls of all recurrences have. Arrays are leaves; the fields marked static belong to the tree's structure.
 
     B is the batch, T the number of tokens in a row, N the number of sequences: B, or the packed ones (then B is 1).
     """
 
-    query: jax.Array  # [B, T, H, K]
-    key: jax.Array  # [B, T, Hkv, K]
-    value: jax.Array  # [B, T, Hkv, V]
-    g: jax.Array | None = None  # [B, T, H | Hkv]         log decay of the whole state
-    g_gamma: jax.Array | None = None  # [N, H]            the same at every step
-    gk: jax.Array | None = None  # [B, T, H | Hkv, K]     log decay of row k
-    gv: jax.Array | None = None  # [B, T, H | Hkv, V]     log decay of column v
+    query: jax.Array  # [B, T, heads, K]
+    key: jax.Array  # [B, T, heads, K]
+    value: jax.Array  # [B, T, heads, V]
     initial_state: jax.Array | None = None  # [N, H, K, V]
     cu_seqlens: jax.Array | None = None  # [N + 1]
     traced_scale: jax.Array | None = None  # []
@@ -47,6 +42,37 @@ class LinearProblem:
     reverse: bool = dataclasses.field(default=False, metadata={"static": True})
     packed_rank3: bool = dataclasses.field(default=False, metadata={"static": True})
     device: Device = dataclasses.field(default_factory=lambda: device_of(()), metadata={"static": True})
+
+    @property
+    def sequences(self) -> int:
+        """N: the batch, or the number of packed sequences."""
+        return self.query.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def state_dtype(self) -> np.dtype:
+        return state_dtype(self.query)
+
+    @property
+    def output_dtype(self) -> np.dtype:
+        """What a platform writes: query's dtype, or the state's when a traced scale is still to be applied."""
+        return self.query.dtype if self.traced_scale is None else self.state_dtype
+
+    def finish(self, output: jax.Array) -> jax.Array:
+        """A platform's output `[B, T, H, V]` as the user gets it: scaled if the scale was traced, in the rank that came."""
+        if self.traced_scale is not None:
+            output = (output * self.traced_scale.astype(output.dtype)).astype(self.query.dtype)
+        return output[0] if self.packed_rank3 else output
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearProblem(RecurrenceProblem):
+    """A checked call of linear attention: query has H heads, key and value Hkv."""
+
+    g: jax.Array | None = None  # [B, T, H | Hkv]         log decay of the whole state
+    g_gamma: jax.Array | None = None  # [N, H]            the same at every step
+    gk: jax.Array | None = None  # [B, T, H | Hkv, K]     log decay of row k
+    gv: jax.Array | None = None  # [B, T, H | Hkv, V]     log decay of column v
 
     @classmethod
     def from_arguments(
@@ -100,20 +126,6 @@ class LinearProblem:
     def kv_heads(self) -> int:
         return self.key.shape[2]
 
-    @property
-    def sequences(self) -> int:
-        """N: the batch, or the number of packed sequences."""
-        return self.query.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-
-    @property
-    def state_dtype(self) -> np.dtype:
-        return state_dtype(self.query)
-
-    @property
-    def output_dtype(self) -> np.dtype:
-        """What a platform writes: query's dtype, or the state's when a traced scale is still to be applied."""
-        return self.query.dtype if self.traced_scale is None else self.state_dtype
-
     def splits(self) -> tuple[dict[str, tuple[str, ...]], tuple[tuple[str, ...], ...], tuple[str, ...], str]:
         """What the axes of the arrays are, what those of output and state are, which may be split, and what to do else."""
         token = ("batch", "time", "heads")
@@ -137,12 +149,6 @@ class LinearProblem:
         """Those of the arrays with a gradient that are given."""
         given = {name: getattr(self, name) for name in DIFFERENTIABLE}
         return {name: x for name, x in given.items() if x is not None}
-
-    def finish(self, output: jax.Array) -> jax.Array:
-        """A platform's output `[B, T, H, V]` as the user gets it: scaled if the scale was traced, in the rank that came."""
-        if self.traced_scale is not None:
-            output = (output * self.traced_scale.astype(output.dtype)).astype(self.query.dtype)
-        return output[0] if self.packed_rank3 else output
 
 
 def state_dtype(query: jax.Array) -> np.dtype:

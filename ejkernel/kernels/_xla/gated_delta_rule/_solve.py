@@ -1,13 +1,15 @@
 """The delta rule solved by XLA, differentiable in both modes.
 
 Reverse mode is the chunked backward pass with the inputs and one state per chunk as residuals; forward mode
-differentiates the forward loop. Both hang on one derivative rule (`_derivative`).
+differentiates the forward loop. Both hang on one derivative rule (`_transposable`). Loops have known lengths, so that JAX can
+differentiate either again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,8 +18,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._delta import DeltaProblem, GatedDeltaRuleConfig
 from ejkernel.kernels._xla._common.explicit_mesh import over_explicit_axes
+from ejkernel.kernels._xla._transposable import linear_map
 from ejkernel.kernels._xla.gated_delta_rule import _loop
-from ejkernel.kernels._xla.gated_delta_rule._derivative import alike, linear_map
+from ejkernel.kernels._xla.gated_delta_rule._alike import alike
 from ejkernel.kernels._xla.gated_delta_rule._loop import Plan
 
 Array = jax.Array
@@ -87,6 +90,14 @@ class _Derivative:
     moving: tuple[str, ...]
     packed: bool
     transposed: bool = False
+
+    def plain(self) -> _Derivative:
+        """JAX can differentiate it as it is."""
+        return self
+
+    def varies(self, mapped: Sequence[bool]) -> tuple[bool, ...]:
+        """All results or none: the arguments are mapped alike."""
+        return (any(mapped),) * (len(self.moving) if self.transposed else 2)
 
     def __call__(self, *flat: Array) -> list[Array]:
         count = len(self.names)
