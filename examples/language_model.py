@@ -1,6 +1,7 @@
-"""A small language model made of gated linear attention, trained on a CPU in about two minutes.
+"""A small language model of gated linear attention or gated DeltaNet, trained on a CPU in about two minutes.
 
     python -m examples.language_model
+    python -m examples.language_model --layer delta
 
 It reads the topics of Python's own `help()` (they ship with the standard library), keeps every tenth one aside, and learns to
 predict the next character. Beside its loss on the topics kept aside stands that of a bigram model, which knows how often each
@@ -21,56 +22,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ejkernel.modules import GLAttentionConfig, gla_attention
+from ejkernel.modules import GatedDeltaRuleConfig
+from examples.layers import GatedDeltaNet, GatedLinearAttention, each, rms_norm
 
-CHUNKED = GLAttentionConfig("chunked", block_q=64)  # matrix products over 64 tokens at a time: for prompts
-STEPWISE = GLAttentionConfig("recurrent", block_q=1)  # one token at a time: for writing
+LAYERS: dict[str, Any] = {"gla": GatedLinearAttention, "delta": GatedDeltaNet}
 
-
-# --8<-- [start:layer]
-class GatedLinearAttention(eqx.Module):
-    """o = norm(GLA(q, k, v, g)) * silu(gate), projected back; the gates g are one log decay per key channel and token."""
-
-    qkv: eqx.nn.Linear
-    decay: eqx.nn.Linear
-    gate: eqx.nn.Linear
-    out: eqx.nn.Linear
-    heads: int = eqx.field(static=True)
-
-    def __init__(self, width: int, heads: int, *, key: jax.Array):
-        keys = jax.random.split(key, 4)
-        self.qkv = eqx.nn.Linear(width, 3 * width, use_bias=False, key=keys[0])
-        self.decay = eqx.nn.Linear(width, width, key=keys[1])
-        self.gate = eqx.nn.Linear(width, width, key=keys[2])
-        self.out = eqx.nn.Linear(width, width, use_bias=False, key=keys[3])
-        self.heads = heads
-
-    def __call__(self, x: jax.Array, state: jax.Array | None, cfg: Any) -> tuple[jax.Array, jax.Array]:
-        """`x [B, T, width]` and a state `[B, H, K, V]` -> the same after these tokens. `cfg=None` lets the library choose."""
-        split = lambda y: y.reshape(*y.shape[:2], self.heads, -1)  # [B, T, H, K]
-        q, k, v = map(split, jnp.split(each(self.qkv, x), 3, axis=-1))
-        g = jax.nn.log_sigmoid(split(each(self.decay, x)) + 3) / 4  # log decays: at first they keep 99 % a step
-        o, state = gla_attention(q, k, v, g, initial_state=state, return_state=True, cfg=cfg)
-        return each(self.out, rms_norm(o).reshape(x.shape) * jax.nn.silu(each(self.gate, x))), state
-
-
-# --8<-- [end:layer]
+# Configurations of the delta rule are ones of linear attention too, so that every layer takes them.
+CHUNKED = GatedDeltaRuleConfig("chunked", block_q=64)  # matrix products over 64 tokens at a time: for prompts
+STEPWISE = GatedDeltaRuleConfig("recurrent", block_q=1)  # one token at a time: for writing
 
 
 class Block(eqx.Module):
     """Attention, then a gated feed-forward layer, each added to its input."""
 
-    attention: GatedLinearAttention
+    attention: GatedLinearAttention | GatedDeltaNet
     up: eqx.nn.Linear
     down: eqx.nn.Linear
 
-    def __init__(self, width: int, heads: int, *, key: jax.Array):
+    def __init__(self, layer: str, width: int, heads: int, *, key: jax.Array):
         keys = jax.random.split(key, 3)
-        self.attention = GatedLinearAttention(width, heads, key=keys[0])
+        self.attention = LAYERS[layer](width, heads, key=keys[0])
         self.up = eqx.nn.Linear(width, 4 * width, use_bias=False, key=keys[1])
         self.down = eqx.nn.Linear(2 * width, width, use_bias=False, key=keys[2])
 
-    def __call__(self, x: jax.Array, state: jax.Array | None, cfg: Any) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, state: Any, cfg: Any) -> tuple[jax.Array, Any]:
         attended, state = self.attention(rms_norm(x), state, cfg)
         x = x + attended
         gate, up = jnp.split(each(self.up, rms_norm(x)), 2, axis=-1)
@@ -78,35 +53,25 @@ class Block(eqx.Module):
 
 
 class LanguageModel(eqx.Module):
-    """Characters in, logits of the next character out, and one state `[B, H, K, V]` per layer to go on from."""
+    """Characters in, logits of the next character out, and each layer's state to go on from."""
 
     embedding: jax.Array
     blocks: list[Block]
     head: eqx.nn.Linear
 
-    def __init__(self, vocabulary: int, width: int = 128, heads: int = 4, layers: int = 3, *, key: jax.Array):
+    def __init__(self, layer: str, vocabulary: int, width: int = 128, heads: int = 4, layers: int = 3, *, key: jax.Array):
         keys = jax.random.split(key, layers + 2)
         self.embedding = jax.random.normal(keys[0], (vocabulary, width))
-        self.blocks = [Block(width, heads, key=k) for k in keys[2:]]
+        self.blocks = [Block(layer, width, heads, key=k) for k in keys[2:]]
         self.head = eqx.nn.Linear(width, vocabulary, key=keys[1])
 
-    def __call__(self, tokens: jax.Array, states: list | None = None, cfg: Any = None) -> tuple[jax.Array, list[jax.Array]]:
+    def __call__(self, tokens: jax.Array, states: list | None = None, cfg: Any = None) -> tuple[jax.Array, list]:
         """`tokens [B, T]` -> `(logits [B, T, vocabulary], states)`."""
         x, after = self.embedding[tokens], []
         for block, state in zip(self.blocks, states or [None] * len(self.blocks), strict=True):
             x, state = block(x, state, cfg)
             after.append(state)
         return each(self.head, rms_norm(x)), after
-
-
-def each(layer: eqx.nn.Linear, x: jax.Array) -> jax.Array:
-    """A linear layer on the last axis."""
-    y = x @ layer.weight.T
-    return y if layer.bias is None else y + layer.bias
-
-
-def rms_norm(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 def load_text() -> tuple[np.ndarray, np.ndarray, str]:
@@ -185,9 +150,9 @@ def generate(model: LanguageModel, prompt: np.ndarray, count: int, *, temperatur
 # --8<-- [end:generate]
 
 
-def main(steps: int) -> None:
+def main(layer: str, steps: int) -> None:
     text, kept, alphabet = load_text()
-    model = LanguageModel(len(alphabet), key=jax.random.key(0))
+    model = LanguageModel(layer, len(alphabet), key=jax.random.key(0))
     size = sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
     print(f"{size:,} parameters; {len(text):,} characters to learn from, {len(kept):,} kept aside")
     model, _ = train(model, text, steps)
@@ -202,5 +167,9 @@ def main(steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--layer", choices=LAYERS, default="gla", help="gated linear attention (gla), or gated DeltaNet (delta)"
+    )
     parser.add_argument("--steps", type=int, default=600, help="training steps (600)")
-    main(parser.parse_args().steps)
+    arguments = parser.parse_args()
+    main(arguments.layer, arguments.steps)
