@@ -22,14 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ejkernel.modules import GatedDeltaRuleConfig
-from examples.layers import GatedDeltaNet, GatedLinearAttention, each, rms_norm
+from examples.layers import Fields, GatedDeltaNet, GatedLinearAttention, each, rms_norm
 
 LAYERS: dict[str, Any] = {"gla": GatedLinearAttention, "delta": GatedDeltaNet}
 
-# Configurations of the delta rule are ones of linear attention too, so that every layer takes them.
-CHUNKED = GatedDeltaRuleConfig("chunked", block_q=64)  # matrix products over 64 tokens at a time: for prompts
-STEPWISE = GatedDeltaRuleConfig("recurrent", block_q=1)  # one token at a time: for writing
+# Fields of a configuration, of which each layer makes one of its own operation's class.
+CHUNKED: Fields = {"schedule": "chunked", "block_q": 64}  # matrix products over 64 tokens at a time: for prompts
+STEPWISE: Fields = {"schedule": "recurrent", "block_q": 1}  # one token at a time: for writing
 
 
 class Block(eqx.Module):
@@ -45,8 +44,8 @@ class Block(eqx.Module):
         self.up = eqx.nn.Linear(width, 4 * width, use_bias=False, key=keys[1])
         self.down = eqx.nn.Linear(2 * width, width, use_bias=False, key=keys[2])
 
-    def __call__(self, x: jax.Array, state: Any, cfg: Any) -> tuple[jax.Array, Any]:
-        attended, state = self.attention(rms_norm(x), state, cfg)
+    def __call__(self, x: jax.Array, state: Any, how: Fields | None) -> tuple[jax.Array, Any]:
+        attended, state = self.attention(rms_norm(x), state, how)
         x = x + attended
         gate, up = jnp.split(each(self.up, rms_norm(x)), 2, axis=-1)
         return x + each(self.down, jax.nn.silu(gate) * up), state
@@ -65,11 +64,11 @@ class LanguageModel(eqx.Module):
         self.blocks = [Block(layer, width, heads, key=k) for k in keys[2:]]
         self.head = eqx.nn.Linear(width, vocabulary, key=keys[1])
 
-    def __call__(self, tokens: jax.Array, states: list | None = None, cfg: Any = None) -> tuple[jax.Array, list]:
+    def __call__(self, tokens: jax.Array, states: list | None = None, how: Fields | None = None) -> tuple[jax.Array, list]:
         """`tokens [B, T]` -> `(logits [B, T, vocabulary], states)`."""
         x, after = self.embedding[tokens], []
         for block, state in zip(self.blocks, states or [None] * len(self.blocks), strict=True):
-            x, state = block(x, state, cfg)
+            x, state = block(x, state, how)
             after.append(state)
         return each(self.head, rms_norm(x)), after
 
@@ -134,12 +133,12 @@ def evaluate(model: LanguageModel, text: np.ndarray, length: int = 1024) -> floa
 # --8<-- [start:generate]
 def generate(model: LanguageModel, prompt: np.ndarray, count: int, *, temperature: float = 0.6, seed: int = 0) -> np.ndarray:
     """`count` characters after `prompt [B, T]`: one chunked pass over it, then step by step from the state it left."""
-    logits, states = eqx.filter_jit(lambda model, tokens: model(tokens, cfg=CHUNKED))(model, prompt)
+    logits, states = eqx.filter_jit(lambda model, tokens: model(tokens, how=CHUNKED))(model, prompt)
 
     def step(carry, key):
         states, logits = carry
         token = jax.random.categorical(key, logits[:, -1] / temperature)  # [B]
-        logits, states = model(token[:, None], states, cfg=STEPWISE)
+        logits, states = model(token[:, None], states, how=STEPWISE)
         return (states, logits), token
 
     keys = jax.random.split(jax.random.key(seed), count)

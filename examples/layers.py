@@ -12,7 +12,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules import causal_conv1d, gated_delta_rule, gla_attention
+from ejkernel.modules import GatedDeltaRuleConfig, GLAttentionConfig, causal_conv1d, gated_delta_rule, gla_attention
+
+Fields = dict[str, Any]  # of a configuration
 
 
 # --8<-- [start:gla]
@@ -33,10 +35,11 @@ class GatedLinearAttention(eqx.Module):
         self.out = eqx.nn.Linear(width, width, use_bias=False, key=keys[3])
         self.heads = heads
 
-    def __call__(self, x: jax.Array, state: jax.Array | None, cfg: Any = None) -> tuple[jax.Array, jax.Array]:
-        """`x [B, T, width]` and a state `[B, H, K, V]` -> the same after these tokens. `cfg=None` lets the library choose."""
+    def __call__(self, x: jax.Array, state: jax.Array | None, how: Fields | None = None) -> tuple[jax.Array, jax.Array]:
+        """`x [B, T, width]` and a state `[B, H, K, V]` -> the same after these tokens. `how=None` lets the library choose."""
         q, k, v = (by_head(y, self.heads) for y in jnp.split(each(self.qkv, x), 3, axis=-1))  # [B, T, H, K]
         g = jax.nn.log_sigmoid(by_head(each(self.decay, x), self.heads) + 3) / 4  # log decays: at first they keep 99 % a step
+        cfg = None if how is None else GLAttentionConfig(**how)
         o, state = gla_attention(q, k, v, g, initial_state=state, return_state=True, cfg=cfg)
         return each(self.out, rms_norm(o).reshape(x.shape) * jax.nn.silu(each(self.gate, x))), state
 
@@ -78,9 +81,9 @@ class GatedDeltaNet(eqx.Module):
         self.heads = heads
 
     def __call__(
-        self, x: jax.Array, state: tuple[jax.Array, jax.Array] | None, cfg: Any = None
+        self, x: jax.Array, state: tuple[jax.Array, jax.Array] | None, how: Fields | None = None
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """`x [B, T, width]` and two states -> the same after these tokens. `cfg=None` lets the library choose.
+        """`x [B, T, width]` and two states -> the same after these tokens. `how=None` lets the library choose.
 
         The states are the convolution's last inputs `[B, taps - 1, 3 * width]` and the recurrence's `[B, H, K, V]`.
         """
@@ -91,6 +94,7 @@ class GatedDeltaNet(eqx.Module):
         q, k, v = (by_head(y, self.heads) for y in jnp.split(qkv, 3, axis=-1))  # [B, T, H, K]
         beta = jax.nn.sigmoid(each(self.beta, x))  # [B, T, H]
         g = -jnp.exp(self.A_log) * jax.nn.softplus(each(self.decay, x) + self.dt_bias)  # [B, T, H]
+        cfg = None if how is None else GatedDeltaRuleConfig(**how)
         o, memory = gated_delta_rule(q, k, v, beta, g, initial_state=memory, use_qk_l2norm=True, return_state=True, cfg=cfg)
         o = rms_norm(o) * self.norm * jax.nn.silu(by_head(each(self.gate, x), self.heads))  # [B, T, H, V]
         return each(self.out, o.reshape(x.shape)), (inputs, memory)

@@ -25,8 +25,8 @@ def small(layer: str, vocabulary: int, layers: int = 2) -> example.LanguageModel
 def test_prefill_by_chunks_and_decoding_by_steps_equal_one_chunked_pass(layer):
     model = small(layer, 11)
     tokens = jax.random.randint(jax.random.key(1), (2, 90), 0, 11)
-    chunked = jax.jit(lambda tokens, states: model(tokens, states, cfg=example.CHUNKED))
-    stepwise = jax.jit(lambda token, states: model(token, states, cfg=example.STEPWISE))
+    chunked = jax.jit(lambda tokens, states: model(tokens, states, how=example.CHUNKED))
+    stepwise = jax.jit(lambda token, states: model(token, states, how=example.STEPWISE))
     whole, last = chunked(tokens, None)
     logits, prompt = chunked(tokens[:, :77], None)
     parts, states = [logits], prompt
@@ -50,7 +50,7 @@ def test_generated_characters_are_those_of_the_likeliest_continuation(layer):
     prompt = np.asarray(jax.random.randint(jax.random.key(2), (1, 20), 0, 11))
     written = example.generate(model, prompt, 6, temperature=1e-4)
     assert written.shape == (1, 6)
-    logits, _ = model(np.concatenate([prompt, written], axis=1), cfg=example.CHUNKED)
+    logits, _ = model(np.concatenate([prompt, written], axis=1), how=example.CHUNKED)
     assert written[0].tolist() == np.asarray(logits)[0, 19:-1].argmax(-1).tolist()
 
 

@@ -71,7 +71,7 @@ def gated_delta_rule(
             array (`jnp.float32(x)`) does not.
         reverse: run from the last token to the first.
         return_state: also return the state after the last step.
-        platform: `"xla"`; `"auto"` or None takes the best that supports the call here.
+        platform: `"xla"` or `"triton"`; `"auto"` or None takes the best that supports the call here.
         cfg: an explicit configuration, used as given.
 
     Returns:
