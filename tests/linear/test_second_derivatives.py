@@ -58,6 +58,7 @@ def test_second_derivatives(case, cfg):
         assert max(errors.values()) < 1e-5, (second.__name__, errors)
 
 
+@pytest.mark.slow
 def test_a_third_derivative_and_a_gradient_of_a_directional_derivative():
     arrays, options = small("third", time=2, gates=("g",)).arguments()
     cfg = RecurrentAttentionConfig("recurrent", 2)

@@ -177,6 +177,7 @@ def test_promise_10_process_0_decides_and_the_others_follow(tmp_path):
     assert first["heuristics"] == second["heuristics"] == "heuristics"
 
 
+@pytest.mark.slow
 def test_promise_10_a_failure_on_one_process_does_not_hang_the_rest(tmp_path):
     first, second = in_two_processes("fail", tmp_path)
     assert first["failed tuning"] == second["failed tuning"] == ["heuristics", 300]

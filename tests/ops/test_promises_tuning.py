@@ -82,6 +82,7 @@ def test_results_are_compared_as_exactly_as_their_arguments_allow(arguments, rea
     assert found is None if reason is None else reason in found
 
 
+@pytest.mark.slow
 def test_promise_6_bad_candidates_lose_and_are_listed_with_their_reason(monkeypatch):
     racers.time_by_work(monkeypatch)
     start = time.monotonic()
@@ -156,6 +157,7 @@ def test_promise_6_the_time_is_bounded_and_what_was_not_tried_is_listed():
     assert sum("not tried" in reason for reason in reasons) >= 30
 
 
+@pytest.mark.slow
 def test_promise_6_a_hanging_candidate_does_not_keep_the_process_from_ending():
     program = (
         "import jax.numpy as jnp; from ejkernel.ops import Invocation, Tuner; from tests.ops.racers import Race, Racer\n"

@@ -17,6 +17,7 @@ pytest.importorskip("typer", reason="the command needs the extra 'cli'")
 LOADED = ("--load", "tests.toy", "--op", "decayed_sum")
 
 
+@pytest.mark.slow
 def test_verify_runs_every_implementation_with_every_candidate(run):
     found = run("verify", *LOADED, "--candidates", "--no-gradients", "--json", code=0).json
     rows = {row["platform"]: (row["passed"], row["refused"], row["failed"]) for row in found["summary"]}
@@ -27,6 +28,7 @@ def test_verify_runs_every_implementation_with_every_candidate(run):
     assert 0 < row["gradient_error"] < row["gradient_limit"]
 
 
+@pytest.mark.slow
 def test_bench_measures_it_against_its_rival(run, tmp_path):
     file = tmp_path / "run.json"
     shown = run("bench", *LOADED, "--lengths", "8", "--seconds", "0.01", "--save", file, code=0)

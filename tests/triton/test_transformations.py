@@ -77,6 +77,7 @@ def assert_equal(got, want):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_vmap_folds_into_the_batch(case, launches):
     function = lambda arrays: gradient(case)(arrays, None)
     want = jax.block_until_ready([function(case.arrays(seed)) for seed in range(M)])

@@ -233,6 +233,7 @@ STRICT = {
 
 
 @pytest.mark.parametrize("setting", STRICT)
+@pytest.mark.slow
 def test_strict_settings(setting):
     def restricted():
         info = MaskInfo.from_segments(jnp.asarray(IDS))
