@@ -107,14 +107,14 @@ def weak_rows(
         logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, K, C, BK, SIGN, EVEN)  # [C, BK]
         span = tl.maximum(span, tl.max(tl.sum(tl.abs(logs), 0), 0))
         c, half = from_middle(logs, GATE_PARTS)
-        at = r[:, None] * KP + (col + tl.arange(0, BK))[None, :]
         if kp is not None:
             read = bk.to(tl.float32) * exp_of_log(c)
-            store_split(kp, index * SPLIT, C * KP, at, read * half[None, :], SPLIT)
         bk = bk.to(tl.float32) * exp_of_log(-c)
-        if kp is not None:
-            of_keys = tl.dot(read, tl.trans(bk), of_keys, input_precision="tf32")
+        at = r[:, None] * KP + (col + tl.arange(0, BK))[None, :]
         store_split(kd, index * SPLIT, C * KP, at, bk * half[None, :], SPLIT)
+        if kp is not None:
+            store_split(kp, index * SPLIT, C * KP, at, read * half[None, :], SPLIT)
+            of_keys = tl.dot(read, tl.trans(bk), of_keys, input_precision="tf32")
         if q is not None:
             bq = bq.to(tl.float32) * (exp_of_log(c) * scale)
             store_split(qd, index * SPLIT, C * KP, at, bq * half[None, :], SPLIT)
