@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel._device import device_of
+from ejkernel._device import Device, device_of
 from ejkernel.kernels._delta import checks
 from ejkernel.kernels._linear import checks as shared
 from ejkernel.kernels._linear.problem import RecurrenceProblem, state_dtype
@@ -34,13 +34,23 @@ def normalised(rows: jax.Array) -> jax.Array:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class DeltaProblem(RecurrenceProblem):
-    """A checked call of the delta rule: query and key have Hk heads, value H; value head h reads head h // (H / Hk) of them."""
+    """A checked call of the delta rule: value head h reads head h // (H / Hk) of query and key."""
 
+    query: jax.Array  # [B, T, Hk, K]
+    key: jax.Array  # [B, T, Hk, K]
+    value: jax.Array  # [B, T, H, V]
     beta: jax.Array  # [B, T, H]
     g: jax.Array | None = None  # [B, T, H] or [B, T, H, K]      log decay of the whole state, or of row k
+    initial_state: jax.Array | None = None  # [N, H, K, V]
+    cu_seqlens: jax.Array | None = None  # [N + 1]
+    traced_scale: jax.Array | None = None  # []
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    reverse: bool = dataclasses.field(default=False, metadata={"static": True})
     use_qk_l2norm: bool = dataclasses.field(default=False, metadata={"static": True})
+    packed_rank3: bool = dataclasses.field(default=False, metadata={"static": True})
+    device: Device = dataclasses.field(default_factory=lambda: device_of(()), metadata={"static": True})
 
     @classmethod
     def from_arguments(

@@ -25,23 +25,17 @@ DIFFERENTIABLE = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "initial_
 DECODED_TOKENS = 16  # the most that a call of a decoder has: one, or a few that are verified together
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrenceProblem:
-    """What checked calls of all recurrences have. Arrays are leaves; the fields marked static belong to the tree's structure.
+    """What checked calls of all recurrences have in common. Arrays are leaves; static fields belong to the tree's structure.
 
-    B is the batch, T the number of tokens in a row, N the number of sequences: B, or the packed ones (then B is 1).
+    B is the batch, T the number of tokens in a row, N the number of sequences: B, or the packed ones (then B is 1). The fields
+    stand in each problem itself, since their order is that of the keys under which configurations are stored.
     """
 
-    query: jax.Array  # [B, T, heads, K]
-    key: jax.Array  # [B, T, heads, K]
-    value: jax.Array  # [B, T, heads, V]
-    initial_state: jax.Array | None = None  # [N, H, K, V]
-    cu_seqlens: jax.Array | None = None  # [N + 1]
-    traced_scale: jax.Array | None = None  # []
-    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
-    reverse: bool = dataclasses.field(default=False, metadata={"static": True})
-    packed_rank3: bool = dataclasses.field(default=False, metadata={"static": True})
-    device: Device = dataclasses.field(default_factory=lambda: device_of(()), metadata={"static": True})
+    query: jax.Array
+    cu_seqlens: jax.Array | None
+    traced_scale: jax.Array | None
+    packed_rank3: bool
 
     @property
     def sequences(self) -> int:
@@ -65,14 +59,24 @@ class RecurrenceProblem:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class LinearProblem(RecurrenceProblem):
-    """A checked call of linear attention: query has H heads, key and value Hkv."""
+    """A checked call of linear attention."""
 
+    query: jax.Array  # [B, T, H, K]
+    key: jax.Array  # [B, T, Hkv, K]
+    value: jax.Array  # [B, T, Hkv, V]
     g: jax.Array | None = None  # [B, T, H | Hkv]         log decay of the whole state
     g_gamma: jax.Array | None = None  # [N, H]            the same at every step
     gk: jax.Array | None = None  # [B, T, H | Hkv, K]     log decay of row k
     gv: jax.Array | None = None  # [B, T, H | Hkv, V]     log decay of column v
+    initial_state: jax.Array | None = None  # [N, H, K, V]
+    cu_seqlens: jax.Array | None = None  # [N + 1]
+    traced_scale: jax.Array | None = None  # []
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    reverse: bool = dataclasses.field(default=False, metadata={"static": True})
+    packed_rank3: bool = dataclasses.field(default=False, metadata={"static": True})
+    device: Device = dataclasses.field(default_factory=lambda: device_of(()), metadata={"static": True})
 
     @classmethod
     def from_arguments(
