@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
-from ejkernel.kernels._triton.gated_delta_rule.kernels import scans
+from ejkernel.kernels._triton.gated_delta_rule.kernels import scans, segment_ends
 from ejkernel.kernels._triton.gated_delta_rule.kernels.correction import delta_correction
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
+from ejkernel.kernels._triton.linear.routes.route import Saved
 
 ROOMY = 200 << 10  # bytes of shared memory: an H100 has more, an A100 less
 
@@ -83,12 +84,12 @@ def _stages(plan: Plan, rows: Rows, adjoint: bool) -> int:
     return 3 if adjoint and roomy and not prepared else 2
 
 
-def _scan(call: Call, rows: Rows, BV: int, adjoint: bool) -> dict[str, Any]:
-    """What both scans are launched with."""
+def _scan(call: Call, rows: Rows, segments: Segments, BV: int, adjoint: bool) -> dict[str, Any]:
+    """What all scans are launched with."""
     plan, (_, _, H, K, V) = call.plan, call.dims
     BK = tile(K, 256) if rows.chunk_decay is None else rows.chunk_decay.shape[2]
     return {
-        "grid": (cdiv(V, BV) * _segments(call).count * H,), "HK": heads(call.arrays["key"]), "K": K, "V": V, "BK": BK,
+        "grid": (cdiv(V, BV) * segments.count * H,), "HK": heads(call.arrays["key"]), "K": K, "V": V, "BK": BK,
         "BV": BV, "EXACT": plan.exact, "STAGES": plan.num_stages or _stages(plan, rows, adjoint),
         "num_warps": plan.num_warps or (8 if BV > 64 or BK > 128 else 4), "shrink_stages": call.shrinks_stages,
         "maxnreg": 255,  # said, since ptxas takes 32 by itself for sm_80 and spills everything else
@@ -96,16 +97,56 @@ def _scan(call: Call, rows: Rows, BV: int, adjoint: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _segments(call: Call) -> Segments:
-    return Segments.whole(call.chunks, call.sequences)
-
-
-def _arguments(call: Call, rows: Rows, correction: Correction, begin: Array | None) -> dict[str, Any]:
+def _arguments(call: Call, rows: Rows, correction: Correction, segments: Segments) -> dict[str, Any]:
     return {
         **rows.as_arguments(), "beta": call.arrays["beta"], "gs": call.head_gates["gs"], "Z": correction.Z,
-        "M": correction.key_scores, "begin": begin,
-        "scale": call.plan.scale, **call.chunks.arguments, **_segments(call).arguments,
+        "M": correction.key_scores, "scale": call.plan.scale, **call.chunks.arguments, **segments.arguments,
     }  # fmt: skip
+
+
+def _segments(call: Call) -> Segments:
+    """The same for all scans of a call: adjoints go back through the segments' transitions."""
+    return call.segments(cdiv(call.plan.V, 64))
+
+
+def _transitions(
+    call: Call, rows: Rows, correction: Correction, segments: Segments, keep: bool
+) -> tuple[Array | None, Array | None]:
+    """(U [segments, H, K, V], M [segments, H, K, K]) of `delta_segment_ends`; None where sequences have one segment each."""
+    if not segments.split:
+        return None, None
+    plan, (_, _, H, K, V) = call.plan, call.dims
+    BV = value_tile(plan, 64)
+    arguments = _arguments(call, rows, correction, segments)
+    unread = ("q", "N", "scale")
+    options = _scan(call, rows, segments, BV, adjoint=False)
+    found = triton_call(
+        arguments={**{name: x for name, x in arguments.items() if name not in unread}, "v": call.arrays["value"]},
+        out_shape={
+            "ends": shape((segments.count, H, K, V), np.float32), "transitions": shape((segments.count, H, K, K), np.float32),
+        },
+        kernel=segment_ends.delta_segment_ends,
+        **{**options, "grid": ((cdiv(V, BV) + cdiv(K, BV)) * segments.count * H,), "LAST": keep},
+    )  # fmt: skip
+    return found["ends"], found["transitions"]
+
+
+def _starts(
+    call: Call, segments: Segments, begin: Array | None, ends: Array | None, transitions: Array | None, adjoint: bool
+) -> Array | None:
+    """What every segment starts from, [segments, H, K, V], or `begin` where each sequence has one."""
+    if ends is None:
+        return begin
+    plan, (_, _, H, K, V) = call.plan, call.dims
+    BV = tile(V, 32)
+    return triton_call(
+        arguments={
+            "begin": begin, "ends": ends, "transitions": transitions, "NT": call.chunks.per_sequence, **segments.arguments,
+        },
+        out_shape={"starts": shape((segments.count, H, K, V), np.float32)}, kernel=segment_ends.delta_segment_starts,
+        grid=(cdiv(V, BV) * segments.count * H,), H=H, K=K, V=V, BK=tile(K, 256), BV=BV, ADJOINT=adjoint, PREC=plan.precision,
+        num_warps=4, num_stages=1,
+    )["starts"]  # fmt: skip
 
 
 class Scanned(NamedTuple):
@@ -115,21 +156,31 @@ class Scanned(NamedTuple):
     final: Array  # [N, H, K, V]
     states: Array | None  # [chunks, H, K, V], if kept
     errors: Array | None  # [B, T, H, V], if kept
+    transitions: Array | None  # [segments, H, K, K], where sequences may have several segments
+
+    def kept(self, correction: Correction) -> Saved:
+        """What `scan_back` and the gradients of chunks read."""
+        return {
+            "correction": correction, "states": self.states, "errors": self.errors, "transitions": self.transitions,
+        }  # fmt: skip
 
 
 def scan(call: Call, rows: Rows, correction: Correction, keep: bool) -> Scanned:
     """Outputs and the final state."""
-    plan, (B, T, H, K, V) = call.plan, call.dims
+    plan, (B, T, H, K, V), segments = call.plan, call.dims, _segments(call)
+    ends, transitions = _transitions(call, rows, correction, segments, keep)
+    begin = _starts(call, segments, call.get("initial_state"), ends, transitions, adjoint=False)
     out = {
         "o": shape((B, T, H, V), plan.output), "final": shape((call.sequences, H, K, V), np.float32),
         "states": shape((call.chunks.count, H, K, V), plan.operand) if keep else None,
         "errors": shape((B, T, H, V), plan.operand) if keep else None,
     }  # fmt: skip
+    BV = value_tile(plan, 64 if rows.key_after is None else 128)
     found = triton_call(
-        arguments={**_arguments(call, rows, correction, call.get("initial_state")), "v": call.arrays["value"]}, out_shape=out,
-        kernel=scans.delta_scan, **_scan(call, rows, value_tile(plan, 64 if rows.key_after is None else 128), adjoint=False),
+        arguments={**_arguments(call, rows, correction, segments), "begin": begin, "v": call.arrays["value"]}, out_shape=out,
+        kernel=scans.delta_scan, SPLIT=segments.split, **_scan(call, rows, segments, BV, adjoint=False),
     )  # fmt: skip
-    return Scanned(found["o"], found["final"], found.get("states"), found.get("errors"))
+    return Scanned(found["o"], found["final"], found.get("states"), found.get("errors"), transitions)
 
 
 class ScannedBack(NamedTuple):
@@ -141,19 +192,28 @@ class ScannedBack(NamedTuple):
     ends: Array  # [chunks, H, K, V]: the adjoint after every chunk
 
 
-def scan_back(call: Call, rows: Rows, correction: Correction, errors: Array, do: Array, dfinal: Array | None) -> ScannedBack:
+def scan_back(call: Call, rows: Rows, saved: Saved, do: Array, dfinal: Array | None) -> ScannedBack:
     """Gradients of value, beta and the initial state, and what those of query, key and gate start from."""
-    plan, (B, T, H, K, V) = call.plan, call.dims
+    plan, (B, T, H, K, V), segments = call.plan, call.dims, _segments(call)
     BV = value_tile(plan, 128)
     tiles = cdiv(V, BV)
+    arguments = {**_arguments(call, rows, saved["correction"], segments), "do": do}
+    options = {"kernel": scans.delta_adjoint_scan, **_scan(call, rows, segments, BV, adjoint=True)}
+    ends = None
+    if segments.split:
+        nothing = dict.fromkeys(("dv", "dbeta", "states"))
+        out = {**nothing, "final": shape((segments.count, H, K, V), np.float32)}
+        ends = triton_call(
+            arguments={**arguments, "begin": None, "errors": None}, out_shape=out, SPLIT=False, **options,
+        )["final"]  # fmt: skip
+    begin = _starts(call, segments, dfinal, ends, saved["transitions"], adjoint=True)
     out = {
         "dv": shape((B, T, H, V), call.arrays["value"].dtype), "dbeta": shape((B, T, H, tiles), np.float32),
         "final": shape((call.sequences, H, K, V), np.float32),
         "states": shape((call.chunks.count, H, K, V), plan.operand),
     }  # fmt: skip
     found = triton_call(
-        arguments={**_arguments(call, rows, correction, dfinal), "do": do, "errors": errors}, out_shape=out,
-        kernel=scans.delta_adjoint_scan, **_scan(call, rows, BV, adjoint=True),
+        arguments={**arguments, "begin": begin, "errors": saved["errors"]}, out_shape=out, SPLIT=segments.split, **options,
     )  # fmt: skip
     dbeta = found["dbeta"]
     return ScannedBack(found["dv"], dbeta[..., 0] if tiles == 1 else jnp.sum(dbeta, -1), found["final"], found["states"])
