@@ -79,7 +79,9 @@ SPLIT = [
     DeltaCase("split-head", time=75, heads=2, key_heads=1, gate="head", gate_kind="mild", initial_state=True),
     DeltaCase("split-channel", time=75, gate="channel", gate_kind="infinite", initial_state=True, reverse=True),
     DeltaCase("split-ungated", time=75, value_channels=40, key_kind="correlated"),
-    DeltaCase("split-packed", batch=1, time=120, gate="head", gate_kind="strong", lengths=(3, 0, 70, 1, 46), initial_state=True),
+    DeltaCase(
+        "split-packed", batch=1, time=120, gate="head", gate_kind="strong", lengths=(3, 0, 70, 1, 46), initial_state=True
+    ),
     DeltaCase("split-bfloat16-channel", time=200, gate="channel", initial_state=True, dtype="bfloat16"),
     DeltaCase("split-bfloat16-head", time=200, gate="head", gate_kind="resets", key_channels=72, dtype="bfloat16"),
 ]

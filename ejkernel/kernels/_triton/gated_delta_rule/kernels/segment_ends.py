@@ -87,7 +87,7 @@ def delta_segment_starts(
     begin, ends, transitions, segments, NT, NS, SC,
     starts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ADJOINT: tl.constexpr,
-    PREC: tl.constexpr,
+    PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: value tiles * segments * heads, of which those of a sequence's first segment do the work.
 
@@ -108,13 +108,13 @@ def delta_segment_starts(
     if ADJOINT:
         at = g + total - 1
         step = -1
-    for _ in tl.range(total - 1):
+    for _ in tl.range(total - 1, num_stages=STAGES):
         index = at.to(tl.int64) * H + head
         store_state(starts, S, index, 0, b, K, V, BK, BV)
         if ADJOINT:
             M = load_state(transitions, index, 0, 0, K, K, 1, K, BK, BK)
         else:
             M = load_state(transitions, index, 0, 0, K, K, K, 1, BK, BK)
-        S = dot(M, S, load_state(ends, index, 0, b, K, V, V, 1, BK, BV), tl.float32, PREC)
+        S = tl.dot(M, S, load_state(ends, index, 0, b, K, V, V, 1, BK, BV), input_precision=PREC)
         at += step
     store_state(starts, S, at.to(tl.int64) * H + head, 0, b, K, V, BK, BV)

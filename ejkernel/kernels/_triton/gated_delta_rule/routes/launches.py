@@ -15,6 +15,7 @@ from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.routes.route import Saved
 
+PACKED_PROGRAMS = 160  # a little more than an H200 has multiprocessors
 ROOMY = 200 << 10  # bytes of shared memory: an H100 has more, an A100 less
 
 
@@ -62,8 +63,8 @@ def _correction(call: Call, given: dict[str, Array | None], with_scores: bool) -
             **given, "k": k, "gs": call.head_gates["gs"], "beta": call.arrays["beta"], "scale": plan.scale, **chunks.arguments,
         },
         out_shape={"Z": matrix, "scores": matrix if with_scores else None, "key_scores": matrix if plan.exact else None},
-        kernel=delta_correction, grid=(chunks.count * H,), HK=heads(k), K=K,
-        BK=tile(K, 64 if plan.bfloat16 else 32), EXACT=plan.exact, num_warps=1, num_stages=1, **call.constants(),
+        kernel=delta_correction, grid=(chunks.count * H,), HK=heads(k), K=K, EXACT=plan.exact, num_warps=1, num_stages=1,
+        BK=tile(K, 64 if plan.bfloat16 else 32), STAGES=2 if plan.bfloat16 else 1, **call.constants(),
     )  # fmt: skip
 
 
@@ -105,15 +106,28 @@ def _arguments(call: Call, rows: Rows, correction: Correction, segments: Segment
 
 
 def _segments(call: Call) -> Segments:
-    """The same for all scans of a call: adjoints go back through the segments' transitions."""
-    return call.segments(cdiv(call.plan.V, 64))
+    """The same for all scans of a call: adjoints go back through the segments' transitions.
+
+    Packed sequences are cut only where one of them may hold nearly all chunks and leave the device to few programs: what a
+    segment's end costs here, where its transition is a matrix, is as much as scanning it.
+    """
+    tiles, chunks = cdiv(call.plan.V, 64), call.chunks
+    if chunks.table is None:
+        return call.segments(tiles)
+    most = cdiv(PACKED_PROGRAMS, call.dims[2] * tiles)  # segments, if one sequence had all chunks
+    return Segments.packed(chunks, call.sequences, max(call.plan.min_segment, cdiv(chunks.count, most)))
+
+
+def _split(call: Call, segments: Segments) -> bool:
+    """Whether a sequence may have several segments."""
+    return segments.split and segments.length < call.chunks.count
 
 
 def _transitions(
     call: Call, rows: Rows, correction: Correction, segments: Segments, keep: bool
 ) -> tuple[Array | None, Array | None]:
     """(U [segments, H, K, V], M [segments, H, K, K]) of `delta_segment_ends`; None where sequences have one segment each."""
-    if not segments.split:
+    if not _split(call, segments):
         return None, None
     plan, (_, _, H, K, V) = call.plan, call.dims
     BV = value_tile(plan, 64)
@@ -145,7 +159,7 @@ def _starts(
         },
         out_shape={"starts": shape((segments.count, H, K, V), np.float32)}, kernel=segment_ends.delta_segment_starts,
         grid=(cdiv(V, BV) * segments.count * H,), H=H, K=K, V=V, BK=tile(K, 256), BV=BV, ADJOINT=adjoint, PREC=plan.precision,
-        num_warps=4, num_stages=1,
+        STAGES=2 if K <= 128 else 1, num_warps=4, shrink_stages=True,
     )["starts"]  # fmt: skip
 
 
@@ -178,7 +192,7 @@ def scan(call: Call, rows: Rows, correction: Correction, keep: bool) -> Scanned:
     BV = value_tile(plan, 64 if rows.key_after is None else 128)
     found = triton_call(
         arguments={**_arguments(call, rows, correction, segments), "begin": begin, "v": call.arrays["value"]}, out_shape=out,
-        kernel=scans.delta_scan, SPLIT=segments.split, **_scan(call, rows, segments, BV, adjoint=False),
+        kernel=scans.delta_scan, SPLIT=_split(call, segments), **_scan(call, rows, segments, BV, adjoint=False),
     )  # fmt: skip
     return Scanned(found["o"], found["final"], found.get("states"), found.get("errors"), transitions)
 
@@ -200,7 +214,7 @@ def scan_back(call: Call, rows: Rows, saved: Saved, do: Array, dfinal: Array | N
     arguments = {**_arguments(call, rows, saved["correction"], segments), "do": do}
     options = {"kernel": scans.delta_adjoint_scan, **_scan(call, rows, segments, BV, adjoint=True)}
     ends = None
-    if segments.split:
+    if _split(call, segments):
         nothing = dict.fromkeys(("dv", "dbeta", "states"))
         out = {**nothing, "final": shape((segments.count, H, K, V), np.float32)}
         ends = triton_call(
@@ -212,8 +226,7 @@ def scan_back(call: Call, rows: Rows, saved: Saved, do: Array, dfinal: Array | N
         "final": shape((call.sequences, H, K, V), np.float32),
         "states": shape((call.chunks.count, H, K, V), plan.operand),
     }  # fmt: skip
-    found = triton_call(
-        arguments={**arguments, "begin": begin, "errors": saved["errors"]}, out_shape=out, SPLIT=segments.split, **options,
-    )  # fmt: skip
+    arguments |= {"begin": begin, "errors": saved["errors"]}
+    found = triton_call(arguments=arguments, out_shape=out, SPLIT=_split(call, segments), **options)
     dbeta = found["dbeta"]
     return ScannedBack(found["dv"], dbeta[..., 0] if tiles == 1 else jnp.sum(dbeta, -1), found["final"], found["states"])
