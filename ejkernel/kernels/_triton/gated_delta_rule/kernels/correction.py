@@ -37,6 +37,14 @@ def _block(x, index, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr):
     return x + index * (C * C) + (t * C + s)
 
 
+@triton.jit
+def load_lower(x, index, C: tl.constexpr):
+    """[C, C]: matrix `index` of x [matrices, C, C], of which blocks of 16 x 16 above the diagonal are 0 and not in memory."""
+    t = tl.arange(0, C)[:, None]
+    s = tl.arange(0, C)[None, :]
+    return tl.load(x + index * (C * C) + (t * C + s), mask=t // 16 >= s // 16, other=0.0)
+
+
 @triton.constexpr_function
 def _at(i, j):
     """Where block (i, j), j <= i, stands in a tuple with one row of blocks after the other."""
@@ -126,7 +134,7 @@ def _inverse(W, PREC: tl.constexpr):
 @triton.jit
 def delta_correction(
     q, k, gs, beta, M, M_low, chunks, scale, T, NT,
-    Z, scores, key_scores,
+    Z, scores, key_scores, betas,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +142,9 @@ def delta_correction(
 
     M, M_low [chunks, H, C, C]: the scores of keys with keys and, where it matters, their low part; None with one gate per head
     or none, where they are made here, and with them those of queries with keys: scores [chunks, H, C, C], scaled, 0 for s > t.
-    gs: as `head_decays` reads it. key_scores [chunks, H, C, C]: M as it is multiplied, 0 for s >= t, if asked for.
+    gs: as `head_decays` reads it. key_scores [chunks, H, C, C]: M as it is multiplied, 0 for s >= t, if asked for. betas
+    [chunks, H, C]: beta in float32, row by row of a chunk: what the scans can have copied to shared memory before they need it.
+    Blocks of 16 x 16 above the diagonal are not written, and `load_lower` does not read them.
     """
     N: tl.constexpr = C // 16
     _, head, s = program_at(1, H)
@@ -145,7 +155,6 @@ def delta_correction(
     kv = head // (H // HK)
     r = tl.arange(0, 16)
     below = r[:, None] > r[None, :]
-    nothing = tl.zeros([16, 16], Z.dtype.element_ty)
     blocks = ()  # (i, j), j <= i, of the scores of keys with keys, one row of blocks after the other
     if M is not None:
         for i in tl.static_range(N):
@@ -166,31 +175,29 @@ def delta_correction(
                 elif i == j:
                     one = tl.where(r[:, None] >= r[None, :], one, 0.0)
                 tl.store(_block(scores, index, i, j, C), one.to(scores.dtype.element_ty))
-                if i > j:
-                    tl.store(_block(scores, index, j, i, C), nothing)
     # Z_ij = X_i (M_ij - sum over n of M_in beta_n Z_nj), X_i the inverse of a diagonal block, column by column.
     diagonal = ()
     inverses = ()
-    betas = ()
+    factors = ()
     for i in tl.static_range(N):
         own = tl.where(below, blocks[_at(i, i)], 0.0)
-        betas = betas + (load_per_head(beta, token + SIGN * 16 * i, rows - 16 * i, head, H, 16, SIGN)[None, :],)
+        one = load_per_head(beta, token + SIGN * 16 * i, rows - 16 * i, head, H, 16, SIGN)
+        tl.store(betas + index * C + 16 * i + r, one)
+        factors = factors + (one[None, :],)
         diagonal = diagonal + (own,)
-        inverses = inverses + (_inverse(own * betas[i], PREC),)
+        inverses = inverses + (_inverse(own * factors[i], PREC),)
     if key_scores is not None:
         for i in tl.static_range(N):
             tl.store(_block(key_scores, index, i, i, C), diagonal[i])
             for j in tl.static_range(i):
                 tl.store(_block(key_scores, index, i, j, C), blocks[_at(i, j)])
-                tl.store(_block(key_scores, index, j, i, C), tl.zeros([16, 16], tl.float32))
     for j in tl.static_range(N):
         column = (_dot(inverses[j], diagonal[j], PREC),)
         tl.store(_block(Z, index, j, j, C), column[0].to(Z.dtype.element_ty))
         for i in tl.static_range(j + 1, N):
             total = blocks[_at(i, j)]
             for n in tl.static_range(j, i):
-                total -= _dot(blocks[_at(i, n)] * betas[n], column[n - j], PREC)
+                total -= _dot(blocks[_at(i, n)] * factors[n], column[n - j], PREC)
             found = _dot(inverses[i], total, PREC)
             column = column + (found,)
             tl.store(_block(Z, index, i, j, C), found.to(Z.dtype.element_ty))
-            tl.store(_block(Z, index, j, i, C), nothing)

@@ -19,9 +19,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.gated_delta_rule.kernels.correction import load_per_head
+from ejkernel.kernels._triton.gated_delta_rule.kernels.correction import load_lower
 from ejkernel.kernels._triton.linear.kernels.head_decays import head_decays
-from ejkernel.kernels._triton.linear.kernels.segments import chunk_in_turn, ends_sequence, rows_of_segment, scanned_segment
+from ejkernel.kernels._triton.linear.kernels.segments import (
+    chunk_in_turn,
+    ends_sequence,
+    rows_of_segment,
+    scanned_segment,
+    starts_sequence,
+)
 from ejkernel.kernels._triton.linear.kernels.tiles import dot, load_rows, load_state, program_at, store_rows, store_state
 
 
@@ -57,32 +63,33 @@ def _load_rows(
 
 @triton.jit
 def _state_at_start(
-    begin, segment, head, b, SPLIT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr,
+    begin, starts, segment, head, b, ADJOINT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """[BV, BK]: the state before a segment, transposed. begin: one for each sequence or, SPLIT, for each segment."""
+    """[BV, BK]: the state before a segment, transposed: of `begin` before a sequence's first one, of `starts` before others."""
     S = tl.zeros([BV, BK], tl.float32)
     if begin is not None:
-        which = segment[3]
-        if SPLIT:
-            which = segment[0]
-        S += load_state(begin, which.to(tl.int64) * H + head, b, 0, V, K, 1, V, BV, BK).to(tl.float32)
+        S += load_state(begin, segment[3].to(tl.int64) * H + head, b, 0, V, K, 1, V, BV, BK).to(tl.float32)
+    if starts is not None:
+        if not starts_sequence(segment, ADJOINT):
+            S = load_state(starts, segment[0].to(tl.int64) * H + head, b, 0, V, K, 1, V, BV, BK)
     return S
 
 
 @triton.jit
 def delta_scan(
-    q, k, ks, N, M, chunk_decay, v, beta, gs, Z, begin, chunks, segments, scale, T, NT, NS, SC,
+    q, k, ks, N, M, chunk_decay, v, betas, gs, Z, begin, starts, chunks, segments, scale, T, NT, NS, SC,
     o, final, states, errors,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
-    STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs: value tiles * segments * heads; BK >= K. N, Z [chunks, H, C, C]. begin: the state before each sequence, or,
-    SPLIT, before each segment.
+    """Programs: value tiles * segments * heads; BK >= K. N, Z [chunks, H, C, C]. begin [N, H, K, V]: the state before each
+    sequence, 0 where None; starts [segments, H, K, V]: of `delta_segment_starts`, where sequences may have several.
 
-    M [chunks, H, C, C], 0 for s >= t: the scores of keys with keys, by which E is refined once where float32's digits are asked
-    for: Z alone would lose some where keys are alike and beta is near 2. Else None.
+    betas [chunks, H, C]: of `delta_correction`. M [chunks, H, C, C], 0 for s >= t: the scores of keys with keys, by which E is
+    refined once where float32's digits are asked for: Z alone would lose some where keys are alike and beta is near 2. Else
+    None.
 
     With ks and chunk_decay given, q, k and ks are prepared rows [chunks, H, C, BK], q scaled, and chunk_decay [chunks, H, BK].
     states [chunks, H, K, V] (S before every chunk) and errors [tokens, H, V] (E) are kept if given.
@@ -95,16 +102,16 @@ def delta_scan(
     if idle:
         return
     _g, first, count, seq, _place, _total = segment
-    S = _state_at_start(begin, segment, head, b, SPLIT, H, K, V, BK, BV)
+    S = _state_at_start(begin, starts, segment, head, b, False, H, K, V, BK, BV)
     token0, rows_left = rows_of_segment(chunks, first, count, T, NT, C, SIGN)
     for n in tl.range(count, num_stages=STAGES):
         s, token, rows = chunk_in_turn(first, count, token0, rows_left, n, False, C, SIGN)
         index = s.to(tl.int64) * H + head
         bq, bk, bs = _load_rows(q, k, ks, token, rows, index, head, H, HK, K, C, BK, SIGN, EVEN)
         bv = load_rows(v, token, rows, head, b, H, V, C, BV, SIGN, EVEN)  # [C, BV]
-        bz = load_prepared(Z, index, C, C)
-        bn = load_prepared(N, index, C, C)
-        bb = load_per_head(beta, token, rows, head, H, C, SIGN)[None, :]
+        bz = load_lower(Z, index, C)
+        bn = load_lower(N, index, C)
+        bb = tl.load(betas + index * C + tl.arange(0, C))[None, :]
         Sd = S.to(DT)
         if states is not None:
             store_state(states, tl.trans(Sd), index, 0, b, K, V, BK, BV)
@@ -122,7 +129,7 @@ def delta_scan(
         R = tl.trans(bv).to(tl.float32) - R
         E = R - dot(R * bb, tl.trans(bz), None, DT, PREC)
         if M is not None:
-            E = refined(E, R, bb, tl.trans(bz), tl.trans(load_prepared(M, index, C, C)), DT, PREC)
+            E = refined(E, R, bb, tl.trans(bz), tl.trans(load_lower(M, index, C)), DT, PREC)
         U = E * bb
         bo = dot(U, tl.trans(bn), bo, DT, PREC)
         if not ROWS:
@@ -138,17 +145,17 @@ def delta_scan(
 
 @triton.jit
 def delta_adjoint_scan(
-    q, k, ks, N, M, chunk_decay, do, beta, gs, Z, errors, begin, chunks, segments, scale, T, NT, NS, SC,
+    q, k, ks, N, M, chunk_decay, do, betas, gs, Z, errors, begin, starts, chunks, segments, scale, T, NT, NS, SC,
     dv, dbeta, final, states,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
-    STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: value tiles * segments * heads, back in time. begin: the final state's adjoint; final: the initial state's.
 
     dv [tokens, H, V]; dbeta [tokens, H, value tiles], whose sum over the tiles is the gradient; states [chunks, H, K, V]: dS
-    after every chunk. Where those are None, and begin, only the segments' ends are made: final [segments, H, K, V]. All else as
-    in `delta_scan`.
+    after every chunk. Where those are None, begin and starts too, only the segments' ends are made: final [segments, H, K, V].
+    All else as in `delta_scan`.
     """
     ENDS_ONLY: tl.constexpr = dv is None
     ROWS: tl.constexpr = ks is not None
@@ -159,7 +166,7 @@ def delta_adjoint_scan(
     if idle:
         return
     g, first, count, seq, _place, _total = segment
-    S = _state_at_start(begin, segment, head, b, SPLIT, H, K, V, BK, BV)
+    S = _state_at_start(begin, starts, segment, head, b, True, H, K, V, BK, BV)
     token0, rows_left = rows_of_segment(chunks, first, count, T, NT, C, SIGN)
     r = tl.arange(0, C)
     for n in tl.range(count, num_stages=STAGES):
@@ -169,9 +176,9 @@ def delta_adjoint_scan(
         bd = tl.trans(load_rows(do, token, rows, head, b, H, V, C, BV, SIGN, EVEN))  # [BV, C]
         if not ENDS_ONLY:
             be = tl.trans(load_rows(errors, token, rows, head, b, H, V, C, BV, SIGN, EVEN))
-        bz = load_prepared(Z, index, C, C)
-        bn = load_prepared(N, index, C, C)
-        bb = load_per_head(beta, token, rows, head, H, C, SIGN)[None, :]
+        bz = load_lower(Z, index, C)
+        bn = load_lower(N, index, C)
+        bb = tl.load(betas + index * C + tl.arange(0, C))[None, :]
         Sd = S.to(DT)
         if not ENDS_ONLY:
             store_state(states, tl.trans(Sd), index, 0, b, K, V, BK, BV)
@@ -190,7 +197,7 @@ def delta_adjoint_scan(
         S = dot(read, bq, S, DT, PREC)
         dU = R - dot(R * bb, bz, None, DT, PREC)
         if M is not None:
-            dU = refined(dU, R, bb, bz, load_prepared(M, index, C, C), DT, PREC)
+            dU = refined(dU, R, bb, bz, load_lower(M, index, C), DT, PREC)
         dR = dU * bb
         negative = -dR
         if not ROWS:

@@ -38,6 +38,7 @@ class Correction(NamedTuple):
     """How the rows of a chunk correct each other's errors, [chunks, H, C, C]."""
 
     Z: Array
+    betas: Array  # [chunks, H, C]
     key_scores: Array | None  # where products are as good as float32's: to refine the errors once
 
 
@@ -45,13 +46,13 @@ def head_gate_rows(call: Call) -> tuple[Correction, Rows]:
     """What the scans of a call with one gate per head, or none, read."""
     q, k, _ = call.query_key_value
     found = _correction(call, {"q": q, "M": None, "M_low": None}, with_scores=True)
-    return Correction(found["Z"], found.get("key_scores")), Rows(q, k, found["scores"])
+    return Correction(found["Z"], found["betas"], found.get("key_scores")), Rows(q, k, found["scores"])
 
 
 def correction_of(call: Call, scores: Array, scores_low: Array | None = None) -> Correction:
     """From the scores of keys with keys."""
     found = _correction(call, {"q": None, "M": scores, "M_low": scores_low}, with_scores=False)
-    return Correction(found["Z"], found.get("key_scores"))
+    return Correction(found["Z"], found["betas"], found.get("key_scores"))
 
 
 def _correction(call: Call, given: dict[str, Array | None], with_scores: bool) -> dict[str, Array]:
@@ -62,7 +63,10 @@ def _correction(call: Call, given: dict[str, Array | None], with_scores: bool) -
         arguments={
             **given, "k": k, "gs": call.head_gates["gs"], "beta": call.arrays["beta"], "scale": plan.scale, **chunks.arguments,
         },
-        out_shape={"Z": matrix, "scores": matrix if with_scores else None, "key_scores": matrix if plan.exact else None},
+        out_shape={
+            "Z": matrix, "scores": matrix if with_scores else None, "key_scores": matrix if plan.exact else None,
+            "betas": shape((chunks.count, H, plan.C), np.float32),
+        },
         kernel=delta_correction, grid=(chunks.count * H,), HK=heads(k), K=K, EXACT=plan.exact, num_warps=1, num_stages=1,
         BK=tile(K, 64 if plan.bfloat16 else 32), STAGES=2 if plan.bfloat16 else 1, **call.constants(),
     )  # fmt: skip
@@ -100,7 +104,7 @@ def _scan(call: Call, rows: Rows, segments: Segments, BV: int, adjoint: bool) ->
 
 def _arguments(call: Call, rows: Rows, correction: Correction, segments: Segments) -> dict[str, Any]:
     return {
-        **rows.as_arguments(), "beta": call.arrays["beta"], "gs": call.head_gates["gs"], "Z": correction.Z,
+        **rows.as_arguments(), "betas": correction.betas, "gs": call.head_gates["gs"], "Z": correction.Z,
         "M": correction.key_scores, "scale": call.plan.scale, **call.chunks.arguments, **segments.arguments,
     }  # fmt: skip
 
@@ -137,7 +141,7 @@ def _transitions(
     found = triton_call(
         arguments={**{name: x for name, x in arguments.items() if name not in unread}, "v": call.arrays["value"]},
         out_shape={
-            "ends": shape((segments.count, H, K, V), np.float32), "transitions": shape((segments.count, H, K, K), np.float32),
+            "ends": shape((segments.count, H, K, V), np.float32), "transitions": shape((segments.count, H, K, K), plan.operand),
         },
         kernel=segment_ends.delta_segment_ends,
         **{**options, "grid": ((cdiv(V, BV) + cdiv(K, BV)) * segments.count * H,), "LAST": keep},
@@ -148,9 +152,9 @@ def _transitions(
 def _starts(
     call: Call, segments: Segments, begin: Array | None, ends: Array | None, transitions: Array | None, adjoint: bool
 ) -> Array | None:
-    """What every segment starts from, [segments, H, K, V], or `begin` where each sequence has one."""
+    """What segments start from, [segments, H, K, V]; None where each sequence has one."""
     if ends is None:
-        return begin
+        return None
     plan, (_, _, H, K, V) = call.plan, call.dims
     BV = tile(V, 32)
     return triton_call(
@@ -183,7 +187,8 @@ def scan(call: Call, rows: Rows, correction: Correction, keep: bool) -> Scanned:
     """Outputs and the final state."""
     plan, (B, T, H, K, V), segments = call.plan, call.dims, _segments(call)
     ends, transitions = _transitions(call, rows, correction, segments, keep)
-    begin = _starts(call, segments, call.get("initial_state"), ends, transitions, adjoint=False)
+    begin = call.get("initial_state")
+    starts = _starts(call, segments, begin, ends, transitions, adjoint=False)
     out = {
         "o": shape((B, T, H, V), plan.output), "final": shape((call.sequences, H, K, V), np.float32),
         "states": shape((call.chunks.count, H, K, V), plan.operand) if keep else None,
@@ -191,8 +196,10 @@ def scan(call: Call, rows: Rows, correction: Correction, keep: bool) -> Scanned:
     }  # fmt: skip
     BV = value_tile(plan, 64 if rows.key_after is None else 128)
     found = triton_call(
-        arguments={**_arguments(call, rows, correction, segments), "begin": begin, "v": call.arrays["value"]}, out_shape=out,
-        kernel=scans.delta_scan, SPLIT=_split(call, segments), **_scan(call, rows, segments, BV, adjoint=False),
+        arguments={
+            **_arguments(call, rows, correction, segments), "begin": begin, "starts": starts, "v": call.arrays["value"],
+        },
+        out_shape=out, kernel=scans.delta_scan, **_scan(call, rows, segments, BV, adjoint=False),
     )  # fmt: skip
     return Scanned(found["o"], found["final"], found.get("states"), found.get("errors"), transitions)
 
@@ -218,15 +225,15 @@ def scan_back(call: Call, rows: Rows, saved: Saved, do: Array, dfinal: Array | N
         nothing = dict.fromkeys(("dv", "dbeta", "states"))
         out = {**nothing, "final": shape((segments.count, H, K, V), np.float32)}
         ends = triton_call(
-            arguments={**arguments, "begin": None, "errors": None}, out_shape=out, SPLIT=False, **options,
+            arguments={**arguments, "begin": None, "starts": None, "errors": None}, out_shape=out, **options,
         )["final"]  # fmt: skip
-    begin = _starts(call, segments, dfinal, ends, saved["transitions"], adjoint=True)
+    starts = _starts(call, segments, dfinal, ends, saved["transitions"], adjoint=True)
     out = {
         "dv": shape((B, T, H, V), call.arrays["value"].dtype), "dbeta": shape((B, T, H, tiles), np.float32),
         "final": shape((call.sequences, H, K, V), np.float32),
         "states": shape((call.chunks.count, H, K, V), plan.operand),
     }  # fmt: skip
-    arguments |= {"begin": begin, "errors": saved["errors"]}
-    found = triton_call(arguments=arguments, out_shape=out, SPLIT=_split(call, segments), **options)
+    arguments |= {"begin": dfinal, "starts": starts, "errors": saved["errors"]}
+    found = triton_call(arguments=arguments, out_shape=out, **options)
     dbeta = found["dbeta"]
     return ScannedBack(found["dv"], dbeta[..., 0] if tiles == 1 else jnp.sum(dbeta, -1), found["final"], found["states"])
