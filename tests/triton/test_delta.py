@@ -94,7 +94,9 @@ def test_sequences_in_segments(case, monkeypatch):
 
     def taken(self, problem, cfg):
         plan = dataclasses.replace(Plan.of(problem, cfg), min_segment=1)
-        segments.append(Segments.of(Chunks.of(plan, *problem.shape[:2], problem.cu_seqlens), problem.sequences, 1))
+        segments.append(
+            Segments.of(Chunks.of(plan, problem.shape[0], problem.shape[1], problem.cu_seqlens), problem.sequences, 1)
+        )
         return route_of(plan)
 
     monkeypatch.setattr(TritonDeltaRule, "taken", taken)

@@ -68,7 +68,7 @@ def _correction(call: Call, given: dict[str, Array | None], with_scores: bool) -
             "betas": shape((chunks.count, H, plan.C), np.float32),
         },
         kernel=delta_correction, grid=(chunks.count * H,), HK=heads(k), K=K, EXACT=plan.exact, num_warps=1, num_stages=1,
-        BK=tile(K, 64 if plan.bfloat16 else 32), STAGES=2 if plan.bfloat16 else 1, **call.constants(),
+        BK=tile(K, 64 if plan.bfloat16 else 16), STAGES=2 if plan.bfloat16 else 1, **call.constants(),
     )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def _starts(
     if ends is None:
         return None
     plan, (_, _, H, K, V) = call.plan, call.dims
-    BV = tile(V, 32)
+    BV = tile(V, 32 if plan.bfloat16 else 16)
     return triton_call(
         arguments={
             "begin": begin, "ends": ends, "transitions": transitions, "NT": call.chunks.per_sequence, **segments.arguments,
