@@ -25,7 +25,7 @@ GROUPS = [
 
 @pytest.mark.parametrize("calls", GROUPS, ids=" and ".join)
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.slow
+@pytest.mark.long
 def test_kernels_compile_and_fit(capability, calls):
     text = outside("-m", "benchmarks.triton_resources", "--json", "--capability", str(capability), "--calls", *calls)
     entries = [json.loads(line) for line in text.splitlines()]

@@ -87,7 +87,7 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize("case", SPLIT, ids=str)
+@pytest.mark.parametrize("case", [SPLIT[0], *(pytest.param(case, marks=pytest.mark.long) for case in SPLIT[1:])], ids=str)
 def test_sequences_in_segments(case, monkeypatch):
     """As a call with too few sequences and heads to fill a device is computed."""
     segments = []
@@ -109,6 +109,7 @@ def test_interpreted_cases_exist():
     assert set(INTERPRETED) <= {case.name for case in CASES}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("gate", "dtype"), [("head", "bfloat16"), ("channel", "bfloat16"), ("channel", "float32")])
 def test_every_candidate_is_right(gate, dtype):
     sizes = {"key_channels": 128, "value_channels": 128, "time": 130} if ON_GPU else {"key_channels": 32, "value_channels": 32}
