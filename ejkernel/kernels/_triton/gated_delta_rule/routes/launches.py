@@ -150,7 +150,7 @@ def _starts(
     if ends is None:
         return None
     plan, (_, _, H, K, V) = call.plan, call.dims
-    BV = tile(V, 32 if plan.bfloat16 else 16)
+    BV = tile(V, 32 if plan.bfloat16 and K <= 128 else 16)
     return triton_call(
         arguments={
             "begin": begin, "ends": ends, "transitions": transitions, "NT": call.chunks.per_sequence, **segments.arguments,
