@@ -38,7 +38,9 @@ def inputs(tokens: int, gate: str, batch: int = 2) -> tuple[Arrays, jax.Array]:
 
 def megabytes(function: Callable[..., Any], *args: Any) -> float:
     """What a program needs beside its arguments and results."""
-    return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes / 1e6
+    planned = jax.jit(function).lower(*args).compile().memory_analysis()
+    assert planned is not None
+    return planned.temp_size_in_bytes / 1e6
 
 
 def main() -> None:
