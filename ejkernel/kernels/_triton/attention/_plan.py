@@ -126,15 +126,17 @@ class Plan:
     def options(self, arrays: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
         """The constants that every kernel takes, of a call with these arrays."""
         bias, mask = arrays.get("bias"), others.get("mask")
-        _, T, H, D = arrays["query"].shape
+        _, _, H, D = arrays["query"].shape
         _, S, HK, DV = arrays["value"].shape
         ids = next((others[name] for name in ("q_segment_ids", "q_positions") if others.get(name) is not None), None)
         fused = not self.exact and self.soft_cap is None and bias is None and "traced_scale" not in arrays and self.scale > 0
+        how = (
+            self.left, self.right, _plane(bias, S), _plane(mask, S), int(ids is not None and ids.shape[0] > 1),
+            self.soft_cap is not None, min(round(self.dropout_prob * 2**32), 2**32 - 1), fused, self.exact,
+            1.0 / (1.0 - self.dropout_prob),
+        )  # fmt: skip
         return {
-            "H": H, "HK": HK, "D": D, "DV": DV, "BD": _tile(D), "BDV": _tile(DV), "LEFT": self.left, "RIGHT": self.right,
-            "BIAS": _plane(bias, S), "MASK": _plane(mask, S), "IDS_B": int(ids is not None and ids.shape[0] > 1),
-            "CAPPED": self.soft_cap is not None, "DROPPED": min(round(self.dropout_prob * 2**32), 2**32 - 1),
-            "SURVIVES": 1.0 / (1.0 - self.dropout_prob), "FUSED": fused, "EXACT": self.exact,
+            "H": H, "HK": HK, "D": D, "DV": DV, "BD": _tile(D), "BDV": _tile(DV), "HOW": how,
             "PREC": "tf32x3" if self.exact else "tf32",
         }  # fmt: skip
 

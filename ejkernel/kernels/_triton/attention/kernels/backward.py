@@ -43,25 +43,25 @@ def row_products(o, do, T, delta, H: tl.constexpr, DV: tl.constexpr, BDV: tl.con
 
 
 @triton.jit
-def _weights(s, how, lse, batch, head, t, j, H: tl.constexpr, MASKED: tl.constexpr):
+def _weights(s, given, lse, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr, MASKED: tl.constexpr):
     """(p, slope) of a tile: the softmax's weights before dropout."""
-    x, slope = logits(s, how, batch, head, t, j, H, MASKED)
+    x, slope = logits(s, given, batch, head, t, j, H, HOW, MASKED)
     if MASKED:
-        x = tl.where(kept_pairs(how, batch, head, t, j, H), x, float("-inf"))
-    if how[18]:
-        p = tl.exp2(x * how[7] - lse)
+        x = tl.where(kept_pairs(given, batch, head, t, j, H, HOW), x, float("-inf"))
+    if HOW[7]:
+        p = tl.exp2(x * given[7] - lse)
     else:
         p = tl.exp2(x - lse)
     return p, slope
 
 
 @triton.jit
-def _logit_gradient(p, dp, delta, how, keep, SURVIVES: tl.constexpr):
+def _logit_gradient(p, dp, delta, keep, HOW: tl.constexpr):
     """The gradient of the logits."""
-    if how[6] is not None:
-        dp = tl.where(keep, dp * SURVIVES, 0.0)
+    if keep is not None:
+        dp = tl.where(keep, dp * HOW[9], 0.0)
     dx = p * (dp - delta)
-    if how[19]:
+    if HOW[8]:
         # Where one key has all the weight, dp = delta; large queries would blow up the rounding error of the difference.
         dx = tl.where(p == 1.0, 0.0, dx)
     return dx
@@ -69,24 +69,24 @@ def _logit_gradient(p, dp, delta, how, keep, SURVIVES: tl.constexpr):
 
 @triton.jit
 def _query_step(
-    dq, q, do, lse, delta, k, v, how, n, batch, head, t, MASKED: tl.constexpr, H: tl.constexpr, HK: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, SURVIVES: tl.constexpr,
+    dq, q, do, lse, delta, k, v, given, n, batch, head, t, MASKED: tl.constexpr, H: tl.constexpr, HK: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, HOW: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
     """dq [BM, BD] with the part of the n-th tile of keys, unscaled."""
-    S = how[10]
+    S = given[10]
     row = n * BN
     j = row + tl.arange(0, BN)[None, :]
     bk = load_tile(k, row, S, HK, D, BN, BD, MASKED)  # [BN, BD]
     bv = load_tile(v, row, S, HK, DV, BN, BDV, MASKED)  # [BN, BDV]
     s = tl.dot(q, tl.trans(bk), input_precision=PREC)  # [BM, BN]
-    p, slope = _weights(s, how, lse, batch, head, t, j, H, MASKED)
+    p, slope = _weights(s, given, lse, batch, head, t, j, H, HOW, MASKED)
     dp = tl.dot(do, tl.trans(bv), input_precision=PREC)  # [BM, BN]
     keep = None
-    if how[6] is not None:
-        keep = kept_weights(how, batch, head, t, j, H)
-    ds = _logit_gradient(p, dp, delta, how, keep, SURVIVES)
-    if how[16]:
+    if given[6] is not None:
+        keep = kept_weights(given, batch, head, t, j, H, HOW)
+    ds = _logit_gradient(p, dp, delta, keep, HOW)
+    if HOW[5]:
         ds *= slope
     return tl.dot(ds.to(bk.dtype), bk, dq, input_precision=PREC)
 
@@ -97,9 +97,8 @@ def flash_query_gradient(
     cap, T, S,
     dq, dscale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
-    IDS_B: tl.constexpr, RANGES_B: tl.constexpr, RANGES_H: tl.constexpr, CAPPED: tl.constexpr, DROPPED: tl.constexpr,
-    SURVIVES: tl.constexpr, FUSED: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HOW: tl.constexpr, PREC: tl.constexpr,
+    RANGES_B: tl.constexpr, RANGES_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: query tiles * heads * batch. dq [B, T, H, D]; dscale [B, H, T], if given, each row's part of the scale's."""
     tiles = (T + BM - 1) // BM
@@ -109,20 +108,19 @@ def flash_query_gradient(
     kv_head = head // (H // HK)
     rows = tl.minimum(BM, T - row)
     first, full_first, full_last, last = visited(
-        ranges, batch, head, tile, row, rows, S, tiles, H, RANGES_B, RANGES_H, LEFT, RIGHT, BN
+        ranges, batch, head, tile, row, rows, S, tiles, H, RANGES_B, RANGES_H, HOW[0], HOW[1], BN
     )
+    if bias is not None:
+        full_last = tl.where(rows == BM, full_last, full_first)  # rows beyond the last query have no bias to read
     factor = scale
     if traced_scale is not None:
         factor = tl.load(traced_scale).to(tl.float32)
     scale2 = factor * LOG2E
-    how = (
-        bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, scale2, cap, T, S, LEFT, RIGHT, BIAS, MASK,
-        IDS_B, CAPPED, DROPPED, FUSED, EXACT,
-    )  # fmt: skip
+    given = (bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, scale2, cap, T, S)
     t = row + tl.arange(0, BM)[:, None]
     q += (batch * T * H + head) * D
     bq = load_tile(q, row, T, H, D, BM, BD, True)  # [BM, BD]
-    if EXACT:
+    if HOW[8]:
         bq = bq * scale2
     bd = load_tile(do + (batch * T * H + head) * DV, row, T, H, DV, BM, BDV, True)  # [BM, BDV]
     at = (batch * H + head) * T + t
@@ -133,32 +131,32 @@ def flash_query_gradient(
     acc = tl.zeros([BM, BD], tl.float32)
     for n in tl.range(full_first, full_last, num_stages=STAGES):
         acc = _query_step(
-            acc, bq, bd, blse, bdelta, k, v, how, n, batch, head, t, False, H, HK, D, DV, BD, BDV, BN, SURVIVES, PREC
+            acc, bq, bd, blse, bdelta, k, v, given, n, batch, head, t, False, H, HK, D, DV, BD, BDV, BN, HOW, PREC
         )
     for n in tl.range(first, last - (full_last - full_first), num_stages=STAGES):
         tile_n = masked_tile(n, full_first, full_last)
         acc = _query_step(
-            acc, bq, bd, blse, bdelta, k, v, how, tile_n, batch, head, t, True, H, HK, D, DV, BD, BDV, BN, SURVIVES, PREC
+            acc, bq, bd, blse, bdelta, k, v, given, tile_n, batch, head, t, True, H, HK, D, DV, BD, BDV, BN, HOW, PREC
         )
     store_tile(dq + (batch * T * H + head) * D, acc * factor, row, T, H, D, BM, BD)
     if dscale is not None:
-        given = load_tile(q, row, T, H, D, BM, BD, True).to(tl.float32)  # unscaled
-        tl.store(dscale + at, tl.sum(acc * given, 1)[:, None], mask=t < T)
+        unscaled = load_tile(q, row, T, H, D, BM, BD, True).to(tl.float32)  # [BM, BD]
+        tl.store(dscale + at, tl.sum(acc * unscaled, 1)[:, None], mask=t < T)
 
 
 @triton.jit
 def _key_step(
-    state, k, v, q, do, lse, delta, how, n, batch, head, j, MASKED: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, SURVIVES: tl.constexpr, PREC: tl.constexpr,
+    state, k, v, q, do, lse, delta, given, n, batch, head, j, MASKED: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, HOW: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """(dk [BN, BD], dv [BN, BDV]) with the part of the n-th tile of queries; dk unscaled, or of EXACT calls times scale2."""
     dk, dv = state
-    T = how[9]
+    T = given[9]
     row = n * BM
     t = row + tl.arange(0, BM)[None, :]
     bq = load_tile(q, row, T, H, D, BM, BD, MASKED)  # [BM, BD]
-    if how[19]:
-        bq = bq * how[7]
+    if HOW[8]:
+        bq = bq * given[7]
     bd = load_tile(do, row, T, H, DV, BM, BDV, MASKED)  # [BM, BDV]
     if MASKED:
         blse = tl.load(lse + t, mask=t < T, other=float("inf"))  # [1, BM]
@@ -167,16 +165,16 @@ def _key_step(
         blse = tl.load(lse + t)
         bdelta = tl.load(delta + t)
     s = tl.dot(k, tl.trans(bq), input_precision=PREC)  # [BN, BM]
-    p, slope = _weights(s, how, blse, batch, head, t, j, H, MASKED)
+    p, slope = _weights(s, given, blse, batch, head, t, j, H, HOW, MASKED)
     keep = None
     dropped = p
-    if how[6] is not None:
-        keep = kept_weights(how, batch, head, t, j, H)
-        dropped = tl.where(keep, p * SURVIVES, 0.0)
+    if given[6] is not None:
+        keep = kept_weights(given, batch, head, t, j, H, HOW)
+        dropped = tl.where(keep, p * HOW[9], 0.0)
     dp = tl.dot(v, tl.trans(bd), input_precision=PREC)  # [BN, BM]
     dv = tl.dot(dropped.to(bd.dtype), bd, dv, input_precision=PREC)
-    ds = _logit_gradient(p, dp, bdelta, how, keep, SURVIVES)
-    if how[16]:
+    ds = _logit_gradient(p, dp, bdelta, keep, HOW)
+    if HOW[5]:
         ds *= slope
     dk = tl.dot(ds.to(bq.dtype), bq, dk, input_precision=PREC)
     return dk, dv
@@ -188,9 +186,8 @@ def flash_key_gradient(
     cap, T, S,
     dk, dv,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
-    IDS_B: tl.constexpr, RANGES_B: tl.constexpr, RANGES_H: tl.constexpr, CAPPED: tl.constexpr, DROPPED: tl.constexpr,
-    SURVIVES: tl.constexpr, FUSED: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HOW: tl.constexpr, PREC: tl.constexpr,
+    RANGES_B: tl.constexpr, RANGES_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: key tiles * key heads * batch. dk [B, S, HK, D], dv [B, S, HK, DV]; ranges: of query tiles per key tile."""
     G: tl.constexpr = H // HK
@@ -202,10 +199,7 @@ def flash_key_gradient(
     if traced_scale is not None:
         factor = tl.load(traced_scale).to(tl.float32)
     scale2 = factor * LOG2E
-    how = (
-        bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, scale2, cap, T, S, LEFT, RIGHT, BIAS, MASK,
-        IDS_B, CAPPED, DROPPED, FUSED, EXACT,
-    )  # fmt: skip
+    given = (bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, scale2, cap, T, S)
     j = row + tl.arange(0, BN)[:, None]
     bk = load_tile(k + (batch * S * HK + kv_head) * D, row, S, HK, D, BN, BD, True)  # [BN, BD]
     bv = load_tile(v + (batch * S * HK + kv_head) * DV, row, S, HK, DV, BN, BDV, True)  # [BN, BDV]
@@ -213,23 +207,25 @@ def flash_key_gradient(
     for g in range(G):
         head = kv_head * G + g
         first, full_first, full_last, last = visited(
-            ranges, batch, head, tile, row, rows, T, tiles, H, RANGES_B, RANGES_H, RIGHT, LEFT, BM
+            ranges, batch, head, tile, row, rows, T, tiles, H, RANGES_B, RANGES_H, HOW[1], HOW[0], BM
         )
+        if bias is not None:
+            full_last = tl.where(rows == BN, full_last, full_first)
         hq = q + (batch * T * H + head) * D
         hd = do + (batch * T * H + head) * DV
         hl = lse + (batch * H + head) * T
         he = delta + (batch * H + head) * T
         for n in tl.range(full_first, full_last, num_stages=STAGES):
             state = _key_step(
-                state, bk, bv, hq, hd, hl, he, how, n, batch, head, j, False, H, D, DV, BD, BDV, BM, SURVIVES, PREC
+                state, bk, bv, hq, hd, hl, he, given, n, batch, head, j, False, H, D, DV, BD, BDV, BM, HOW, PREC
             )
         for n in tl.range(first, last - (full_last - full_first), num_stages=STAGES):
             tile_n = masked_tile(n, full_first, full_last)
             state = _key_step(
-                state, bk, bv, hq, hd, hl, he, how, tile_n, batch, head, j, True, H, D, DV, BD, BDV, BM, SURVIVES, PREC
+                state, bk, bv, hq, hd, hl, he, given, tile_n, batch, head, j, True, H, D, DV, BD, BDV, BM, HOW, PREC
             )
     sum_k, sum_v = state
-    sum_k *= LN2 if EXACT else factor
+    sum_k *= LN2 if HOW[8] else factor
     store_tile(dk + (batch * S * HK + kv_head) * D, sum_k, row, S, HK, D, BN, BD)
     store_tile(dv + (batch * S * HK + kv_head) * DV, sum_v, row, S, HK, DV, BN, BDV)
 
@@ -240,15 +236,15 @@ def flash_bias_gradient(
     T, S, B,
     dbias,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
-    IDS_B: tl.constexpr, CAPPED: tl.constexpr, DROPPED: tl.constexpr, SURVIVES: tl.constexpr, FUSED: tl.constexpr,
-    EXACT: tl.constexpr, PREC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HOW: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dbias, of the bias's shape. Programs: its tiles * its heads * its batch; each sums over all that share its tile."""
-    BATCH: tl.constexpr = BIAS[0]
-    HEADS: tl.constexpr = BIAS[1]
-    QUERIES: tl.constexpr = BIAS[2]
-    KEYS: tl.constexpr = BIAS[3]
+    LEFT: tl.constexpr = HOW[0]
+    RIGHT: tl.constexpr = HOW[1]
+    BATCH: tl.constexpr = HOW[2][0]
+    HEADS: tl.constexpr = HOW[2][1]
+    QUERIES: tl.constexpr = HOW[2][2]
+    KEYS: tl.constexpr = HOW[2][3]
     SHARED: tl.constexpr = H // HEADS  # query heads that share one of the bias
     tiles_q = (T + BM - 1) // BM
     tiles_k = (S + BN - 1) // BN
@@ -260,10 +256,7 @@ def flash_bias_gradient(
     scale2 = scale * LOG2E
     if traced_scale is not None:
         scale2 = tl.load(traced_scale).to(tl.float32) * LOG2E
-    how = (
-        bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, scale2, cap, T, S, LEFT, RIGHT, BIAS, MASK,
-        IDS_B, CAPPED, DROPPED, FUSED, EXACT,
-    )  # fmt: skip
+    given = (bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, scale2, cap, T, S)
     acc = tl.zeros([BM, BN], tl.float32)
     over_q = 1 if QUERIES else tiles_q
     over_k = 1 if KEYS else tiles_k
@@ -288,7 +281,7 @@ def flash_bias_gradient(
                 seen = seen & (column <= row + BM - 1 + RIGHT)
         if seen:
             bq = load_tile(q + (batch * T * H + head) * D, row, T, H, D, BM, BD, True)  # [BM, BD]
-            if EXACT:
+            if HOW[8]:
                 bq = bq * scale2
             bk = load_tile(k + (batch * S * HK + kv_head) * D, column, S, HK, D, BN, BD, True)  # [BN, BD]
             bd = load_tile(do + (batch * T * H + head) * DV, row, T, H, DV, BM, BDV, True)  # [BM, BDV]
@@ -297,12 +290,12 @@ def flash_bias_gradient(
             blse = tl.load(lse + at, mask=t < T, other=float("inf"))  # [BM, 1]
             bdelta = tl.load(delta + at, mask=t < T, other=0.0)
             s = tl.dot(bq, tl.trans(bk), input_precision=PREC)  # [BM, BN]
-            p, _slope = _weights(s, how, blse, batch, head, t, j, H, True)
+            p, _slope = _weights(s, given, blse, batch, head, t, j, H, HOW, True)
             dp = tl.dot(bd, tl.trans(bv), input_precision=PREC)
             keep = None
             if words is not None:
-                keep = kept_weights(how, batch, head, t, j, H)
-            acc += _logit_gradient(p, dp, bdelta, how, keep, SURVIVES)
+                keep = kept_weights(given, batch, head, t, j, H, HOW)
+            acc += _logit_gradient(p, dp, bdelta, keep, HOW)
     at = own_batch * HEADS + own_head
     t = own_tile_q * BM + tl.arange(0, BM)[:, None]
     j = own_tile_k * BN + tl.arange(0, BN)[None, :]

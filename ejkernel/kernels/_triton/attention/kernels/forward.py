@@ -29,34 +29,34 @@ from ejkernel.kernels._triton.attention.kernels.logits import (
 
 @triton.jit
 def _attend(
-    state, q, k, v, how, n, batch, head, t, MASKED: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    state, q, k, v, given, n, batch, head, t, MASKED: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, HOW: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """(acc [BM, BDV], top [BM], total [BM]) after the n-th tile of keys."""
     acc, top, total = state
-    S = how[10]
+    S = given[10]
     row = n * BN
     j = row + tl.arange(0, BN)[None, :]
     bk = load_tile(k, row, S, HK, D, BN, BD, MASKED)  # [BN, BD]
     s = tl.dot(q, tl.trans(bk), input_precision=PREC)  # [BM, BN]
-    x, _ = logits(s, how, batch, head, t, j, H, MASKED)
+    x, _ = logits(s, given, batch, head, t, j, H, HOW, MASKED)
     if MASKED:
-        x = tl.where(kept_pairs(how, batch, head, t, j, H), x, float("-inf"))
+        x = tl.where(kept_pairs(given, batch, head, t, j, H, HOW), x, float("-inf"))
     new_top = tl.max(x, 1)
-    if how[18]:
-        new_top = new_top * how[7]
+    if HOW[7]:
+        new_top = new_top * given[7]
     new_top = tl.maximum(top, new_top)
     below = new_top
-    if MASKED or how[0] is not None:
+    if MASKED or given[0] is not None:
         below = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN where nothing is seen yet
-    if how[18]:
-        e = tl.exp2(x * how[7] - below[:, None])  # [BM, BN]
+    if HOW[7]:
+        e = tl.exp2(x * given[7] - below[:, None])  # [BM, BN]
     else:
         e = tl.exp2(x - below[:, None])
     shrink = tl.exp2(top - below)
     total = total * shrink + tl.sum(e, 1)
-    if how[6] is not None:
-        e = tl.where(kept_weights(how, batch, head, t, j, H), e, 0.0)
+    if given[6] is not None:
+        e = tl.where(kept_weights(given, batch, head, t, j, H, HOW), e, 0.0)
     bv = load_tile(v, row, S, HK, DV, BN, BDV, MASKED)  # [BN, BDV]
     acc = tl.dot(e.to(bv.dtype), bv, acc * shrink[:, None], input_precision=PREC)
     return acc, new_top, total
@@ -68,10 +68,8 @@ def flash_forward(
     T, S, ROWS, PARTS,
     o, lse,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
-    IDS_B: tl.constexpr, RANGES_B: tl.constexpr, RANGES_H: tl.constexpr, CAPPED: tl.constexpr, DROPPED: tl.constexpr,
-    SURVIVES: tl.constexpr, FUSED: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
-    GROUPED: tl.constexpr, PARTIAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HOW: tl.constexpr, PREC: tl.constexpr,
+    RANGES_B: tl.constexpr, RANGES_H: tl.constexpr, STAGES: tl.constexpr, GROUPED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Programs: query tiles * heads * batch; GROUPED: tiles of a group's rows * parts * key heads * batch.
 
@@ -86,7 +84,7 @@ def flash_forward(
         r = (tile % tiles) * BM + tl.arange(0, BM)
         head = kv_head * G + tl.minimum(r // T, G - 1)[:, None]  # [BM, 1]
         t = tl.where(r < T * G, r % T, T)[:, None]
-        turn = visited(ranges, batch, kv_head * G, 0, 0, T, S, 1, H, RANGES_B, RANGES_H, LEFT, RIGHT, BN)
+        turn = visited(ranges, batch, kv_head * G, 0, 0, T, S, 1, H, RANGES_B, RANGES_H, HOW[0], HOW[1], BN)
     else:
         tiles = (T + BM - 1) // BM
         tile, head, batch = program_at(tiles, H)
@@ -94,19 +92,18 @@ def flash_forward(
         kv_head = head // G
         t = tile * BM + tl.arange(0, BM)[:, None]
         rows = tl.minimum(BM, T - tile * BM)
-        turn = visited(ranges, batch, head, tile, tile * BM, rows, S, tiles, H, RANGES_B, RANGES_H, LEFT, RIGHT, BN)
+        turn = visited(ranges, batch, head, tile, tile * BM, rows, S, tiles, H, RANGES_B, RANGES_H, HOW[0], HOW[1], BN)
     first, full_first, full_last, last = turn
+    if bias is not None:
+        full_last = tl.where(tl.max(t) < T, full_last, full_first)  # rows beyond the last query have no bias to read
     scale2 = scale * LOG2E
     if traced_scale is not None:
         scale2 = tl.load(traced_scale).to(tl.float32) * LOG2E
-    how = (
-        bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, scale2, cap, T, S, LEFT, RIGHT, BIAS, MASK,
-        IDS_B, CAPPED, DROPPED, FUSED, EXACT,
-    )  # fmt: skip
+    given = (bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, scale2, cap, T, S)
     c = tl.arange(0, BD)[None, :]
     row = (batch * T + t) * H + head  # [BM, 1]: of [B, T, H, ...]
     bq = tl.load(q + row * D + c, mask=(t < T) & (c < D), other=0.0)  # [BM, BD]
-    if EXACT:
+    if HOW[8]:
         bq = bq * scale2
     k += (batch * S * HK + kv_head) * D
     v += (batch * S * HK + kv_head) * DV
@@ -126,12 +123,12 @@ def flash_forward(
         begin = part * each
         end = tl.minimum(begin + each, end)
     for n in tl.range(full_first + tl.minimum(begin, full), full_first + tl.minimum(end, full), num_stages=STAGES):
-        state = _attend(state, bq, k, v, how, n, batch, head, t, False, H, HK, D, DV, BD, BDV, BN, PREC)
+        state = _attend(state, bq, k, v, given, n, batch, head, t, False, H, HK, D, DV, BD, BDV, BN, HOW, PREC)
     for n in tl.range(first + tl.maximum(begin - full, 0), first + tl.maximum(end - full, 0), num_stages=STAGES):
         tile_n = masked_tile(n, full_first, full_last)
-        state = _attend(state, bq, k, v, how, tile_n, batch, head, t, True, H, HK, D, DV, BD, BDV, BN, PREC)
+        state = _attend(state, bq, k, v, given, tile_n, batch, head, t, True, H, HK, D, DV, BD, BDV, BN, HOW, PREC)
     acc, top, total = state
-    acc = acc * (SURVIVES / tl.where(total == 0.0, 1.0, total))[:, None]
+    acc = acc * (HOW[9] / tl.where(total == 0.0, 1.0, total))[:, None]
     empty = float("-inf") if PARTIAL else float("inf")
     sums = tl.where(total == 0.0, empty, top + tl.log2(tl.where(total == 0.0, 1.0, total)))  # [BM]
     cv = tl.arange(0, BDV)[None, :]

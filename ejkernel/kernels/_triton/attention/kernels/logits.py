@@ -6,7 +6,17 @@ computed transposed. Logits are in base 2: log2(e) times those of the definition
     x = cap * tanh(scale * q . k / cap) + bias                -inf where masked
     tanh(u) = 1 - 2 r,  r = 1 / (1 + exp(2 u)),               its slope 1 - tanh(u)^2 = 4 r (1 - r)
 
-`how` is what every kernel gets of a call beside its operands, as `packed_options` orders it.
+What every kernel gets of a call beside its operands goes together: `given` holds (bias, mask, q_segments, kv_segments,
+q_positions, kv_positions, words, scale2, cap, T, S), with None for what there is not, and HOW what is compiled in:
+
+    LEFT, RIGHT   keys that a query sees, from t - LEFT to t + RIGHT, by indices or positions; None: all
+    BIAS, MASK    the axes of these planes, see `_pairs`
+    IDS_B         1 where segments and positions differ over the batch, else 0
+    CAPPED        whether there is a soft cap
+    DROPPED       dropout keeps the weights whose random bits are at least this
+    FUSED         the scale is multiplied where the maximum is subtracted: no cap, no bias
+    EXACT         float32: scores come scaled, see `logits`
+    SURVIVES      what dropout multiplies a kept weight by
 """
 
 from __future__ import annotations
@@ -115,12 +125,12 @@ def _pairs(plane, batch, head, t, j, T, S, H: tl.constexpr, PLANE: tl.constexpr)
 
 
 @triton.jit
-def kept_pairs(how, batch, head, t, j, H: tl.constexpr):
+def kept_pairs(given, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr):
     """Which pairs (t, j) attend."""
-    (
-        _bias, mask, q_segments, kv_segments, q_positions, kv_positions, _words, _scale2, _cap, T, S, LEFT, RIGHT, _BIAS,
-        MASK, IDS_B, _CAPPED, _DROPPED, _FUSED, _EXACT,
-    ) = how  # fmt: skip
+    _bias, mask, q_segments, kv_segments, q_positions, kv_positions, _words, _scale2, _cap, T, S = given
+    LEFT: tl.constexpr = HOW[0]
+    RIGHT: tl.constexpr = HOW[1]
+    IDS_B: tl.constexpr = HOW[4]
     keep = (t < T) & (j < S)
     if LEFT is not None or RIGHT is not None:
         distance = j - t
@@ -136,6 +146,7 @@ def kept_pairs(how, batch, head, t, j, H: tl.constexpr):
         kv_id = tl.load(kv_segments + (batch * IDS_B) * S + j, mask=j < S, other=-1)
         keep = keep & (q_id == kv_id) & (q_id >= 0)
     if mask is not None:
+        MASK: tl.constexpr = HOW[3]
         keep = keep & (tl.load(_pairs(mask, batch, head, t, j, T, S, H, MASK), mask=keep, other=0) != 0)
     return keep
 
@@ -157,19 +168,17 @@ def _small_tanh(u):
 
 
 @triton.jit
-def logits(s, how, batch, head, t, j, H: tl.constexpr, CHECK: tl.constexpr):
-    """(x, slope): logits in base 2 from scores s = q . k, before masks; the slope of the soft cap, where there is one.
+def logits(s, given, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr, CHECK: tl.constexpr):
+    """(x, slope): logits in base 2 from scores s = q . k, before masks; the slope of the soft cap, if there is one.
 
     Of FUSED calls (no cap, no bias) scores are left as they are: the scale is multiplied where the maximum is subtracted. Of
     EXACT ones scores come scaled already. CHECK: some pairs may be outside.
     """
-    (
-        bias, _mask, _qs, _ks, _qp, _kp, _words, scale2, cap, T, S, _LEFT, _RIGHT, BIAS, _MASK, _IDS, CAPPED, _DROPPED, FUSED,
-        EXACT,
-    ) = how  # fmt: skip
+    bias, _mask, _qs, _ks, _qp, _kp, _words, scale2, cap, T, S = given
+    EXACT: tl.constexpr = HOW[8]
     x = s
-    slope = 1.0
-    if CAPPED:
+    slope = s
+    if HOW[5]:
         factor = 2.0 / cap if EXACT else 2.0 * scale2 / cap
         exponent = s * factor
         r = _reciprocal(1.0 + tl.exp2(exponent))
@@ -179,9 +188,10 @@ def logits(s, how, batch, head, t, j, H: tl.constexpr, CHECK: tl.constexpr):
         if EXACT:
             u = exponent * (0.5 * LN2)
             x = tl.where(tl.abs(u) < 0.6, cap2 * _small_tanh(u), x)
-    elif not FUSED and not EXACT:
+    elif not HOW[7] and not EXACT:
         x = s * scale2
     if bias is not None:
+        BIAS: tl.constexpr = HOW[2]
         at = _pairs(bias, batch, head, t, j, T, S, H, BIAS)
         if CHECK:
             x += tl.load(at, mask=(t < T) & (j < S), other=0.0).to(tl.float32) * LOG2E
@@ -199,11 +209,11 @@ def _mix(x):
 
 
 @triton.jit
-def kept_weights(how, batch, head, t, j, H: tl.constexpr):
+def kept_weights(given, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr):
     """Which weights dropout keeps: the bits of `ejkernel.kernels._attention.dropout.kept`."""
-    words, T, DROPPED = how[6], how[9], how[17]
+    words, T = given[6], given[9]
     at = words + ((batch * H + head) * T + t) * 2
     first = tl.load(at, mask=t < T, other=0)
     second = tl.load(at + 1, mask=t < T, other=0)
     bits = _mix(_mix(j.to(tl.uint32) * 0x9E3779B9 + first) ^ second)
-    return bits >= tl.full([1, 1], DROPPED, tl.uint32)
+    return bits >= tl.full([1, 1], HOW[6], tl.uint32)
