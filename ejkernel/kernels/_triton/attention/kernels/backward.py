@@ -43,11 +43,13 @@ def row_products(o, do, T, delta, H: tl.constexpr, DV: tl.constexpr, BDV: tl.con
 
 
 @triton.jit
-def _weights(s, given, lse, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr, MASKED: tl.constexpr):
+def _weights(
+    s, given, lse, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr, MASKED: tl.constexpr, OF_KEYS: tl.constexpr
+):
     """(p, slope) of a tile: the softmax's weights before dropout."""
     x, slope = logits(s, given, batch, head, t, j, H, HOW, MASKED)
     if MASKED:
-        x = tl.where(kept_pairs(given, batch, head, t, j, H, HOW), x, float("-inf"))
+        x = tl.where(kept_pairs(given, batch, head, t, j, H, HOW, OF_KEYS), x, float("-inf"))
     if HOW[7]:
         p = tl.exp2(x * given[7] - lse)
     else:
@@ -80,7 +82,7 @@ def _query_step(
     bk = load_tile(k, row, S, HK, D, BN, BD, MASKED)  # [BN, BD]
     bv = load_tile(v, row, S, HK, DV, BN, BDV, MASKED)  # [BN, BDV]
     s = tl.dot(q, tl.trans(bk), input_precision=PREC)  # [BM, BN]
-    p, slope = _weights(s, given, lse, batch, head, t, j, H, HOW, MASKED)
+    p, slope = _weights(s, given, lse, batch, head, t, j, H, HOW, MASKED, False)
     dp = tl.dot(do, tl.trans(bv), input_precision=PREC)  # [BM, BN]
     keep = None
     if given[6] is not None:
@@ -165,14 +167,14 @@ def _key_step(
         blse = tl.load(lse + t)
         bdelta = tl.load(delta + t)
     s = tl.dot(k, tl.trans(bq), input_precision=PREC)  # [BN, BM]
-    p, slope = _weights(s, given, blse, batch, head, t, j, H, HOW, MASKED)
+    p, slope = _weights(s, given, blse, batch, head, t, j, H, HOW, MASKED, True)
     keep = None
     dropped = p
     if given[6] is not None:
         keep = kept_weights(given, batch, head, t, j, H, HOW)
         dropped = tl.where(keep, p * HOW[9], 0.0)
-    dp = tl.dot(v, tl.trans(bd), input_precision=PREC)  # [BN, BM]
     dv = tl.dot(dropped.to(bd.dtype), bd, dv, input_precision=PREC)
+    dp = tl.dot(v, tl.trans(bd), input_precision=PREC)  # [BN, BM]
     ds = _logit_gradient(p, dp, bdelta, keep, HOW)
     if HOW[5]:
         ds *= slope
@@ -290,7 +292,7 @@ def flash_bias_gradient(
             blse = tl.load(lse + at, mask=t < T, other=float("inf"))  # [BM, 1]
             bdelta = tl.load(delta + at, mask=t < T, other=0.0)
             s = tl.dot(bq, tl.trans(bk), input_precision=PREC)  # [BM, BN]
-            p, _slope = _weights(s, given, blse, batch, head, t, j, H, HOW, True)
+            p, _slope = _weights(s, given, blse, batch, head, t, j, H, HOW, True, False)
             dp = tl.dot(bd, tl.trans(bv), input_precision=PREC)
             keep = None
             if words is not None:

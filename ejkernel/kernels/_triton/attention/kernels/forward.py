@@ -41,7 +41,7 @@ def _attend(
     s = tl.dot(q, tl.trans(bk), input_precision=PREC)  # [BM, BN]
     x, _ = logits(s, given, batch, head, t, j, H, HOW, MASKED)
     if MASKED:
-        x = tl.where(kept_pairs(given, batch, head, t, j, H, HOW), x, float("-inf"))
+        x = tl.where(kept_pairs(given, batch, head, t, j, H, HOW, False), x, float("-inf"))
     new_top = tl.max(x, 1)
     if HOW[7]:
         new_top = new_top * given[7]

@@ -125,13 +125,13 @@ def _pairs(plane, batch, head, t, j, T, S, H: tl.constexpr, PLANE: tl.constexpr)
 
 
 @triton.jit
-def kept_pairs(given, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr):
-    """Which pairs (t, j) attend."""
+def kept_pairs(given, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr, OF_KEYS: tl.constexpr):
+    """Which pairs (t, j) attend. Queries, or OF_KEYS keys, may go beyond the last one: those rows are nobody's."""
     _bias, mask, q_segments, kv_segments, q_positions, kv_positions, _words, _scale2, _cap, T, S = given
     LEFT: tl.constexpr = HOW[0]
     RIGHT: tl.constexpr = HOW[1]
     IDS_B: tl.constexpr = HOW[4]
-    keep = (t < T) & (j < S)
+    keep = t < T if OF_KEYS else j < S
     if LEFT is not None or RIGHT is not None:
         distance = j - t
         if q_positions is not None:
@@ -147,7 +147,8 @@ def kept_pairs(given, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr):
         keep = keep & (q_id == kv_id) & (q_id >= 0)
     if mask is not None:
         MASK: tl.constexpr = HOW[3]
-        keep = keep & (tl.load(_pairs(mask, batch, head, t, j, T, S, H, MASK), mask=keep, other=0) != 0)
+        inside = (t < T) & (j < S)
+        keep = keep & (tl.load(_pairs(mask, batch, head, t, j, T, S, H, MASK), mask=inside, other=0) != 0)
     return keep
 
 
