@@ -33,7 +33,6 @@ from ejkernel.testing.triton_calls import (
     delta_arguments,
 )
 
-
 _TILES = ("BA", "BB", "BD", "B2", "BK", "BM", "BN", "BV", "C")  # constants that are shown
 
 

@@ -29,8 +29,10 @@ class AttentionConfig:
         backend: the kind of device, "any" for the one JAX computes on.
 
     Example:
-        >>> AttentionConfig(block_q=128, block_k=256)
-        AttentionConfig(schedule='blockwise', block_q=128, block_k=256, num_warps=None, num_stages=None, platform='auto', backend='any')
+        >>> AttentionConfig(block_q=128).block_k
+        512
+        >>> AttentionConfig("flash", num_warps=8).block_k is None
+        True
         >>> AttentionConfig(schedule="direct").block_q is None
         True
     """

@@ -33,8 +33,8 @@ def forward(plan: Plan, arrays: Arrays, others: Others) -> tuple[Array, Array]:
     _, S, HK, DV = arrays["value"].shape
     tiles, parts = plan.forward, plan.parts
     groups = (HK, H // HK) if plan.grouped else None
-    table = tile_ranges(others, plan.left, plan.right, (T, S), (max(tiles.block_q, T) if groups else tiles.block_q, tiles.block_k),
-                        groups=groups)  # fmt: skip
+    rows = max(tiles.block_q, T) if plan.grouped else tiles.block_q
+    table = tile_ranges(others, plan.left, plan.right, (T, S), (rows, tiles.block_k), groups=groups)
     leading = (parts,) if parts > 1 else ()
     programs = cdiv(T * H // HK, tiles.block_q) * parts * HK if plan.grouped else cdiv(T, tiles.block_q) * H
     found = triton_call(
@@ -63,7 +63,7 @@ def backward(
     plan: Plan, arrays: Arrays, others: Others, output: Array, lse: Array, d_output: Array, *, bias: bool = True
 ) -> Arrays:
     """The gradient of every array in its own dtype; that of the bias is 0 where `bias` says that it is not wanted."""
-    B, T, H, D = arrays["query"].shape
+    B, T, H, _ = arrays["query"].shape
     _, S, HK, DV = arrays["value"].shape
     options = plan.options(arrays, others)
     made = triton_call(
@@ -130,7 +130,8 @@ def _compiled(tiles: Tiles, shrink: bool = True) -> dict[str, Any]:
 
 
 def _of_table(table: Array | None) -> dict[str, int]:
-    return {"RANGES_B": 0, "RANGES_H": 1} if table is None else {"RANGES_B": int(table.shape[0] > 1), "RANGES_H": table.shape[1]}
+    batch, heads = (1, 1) if table is None else table.shape[:2]
+    return {"RANGES_B": int(batch > 1), "RANGES_H": heads}
 
 
 def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -54,7 +54,8 @@ class TritonAttention(Implementation[AttentionProblem, AttentionConfig]):
         capability = capability_of(problem)
         if capability is None or capability < LEAST_CAPABILITY:
             has = "is none" if capability is None else f"has {capability / 10}"
-            return f"Triton kernels need an NVIDIA GPU of compute capability {LEAST_CAPABILITY / 10} or newer; {problem.device} {has}"
+            least = f"{LEAST_CAPABILITY / 10}"
+            return f"Triton kernels need an NVIDIA GPU of compute capability {least} or newer; {problem.device} {has}"
         if not all(isinstance(n, int) for x in jax.tree.leaves(problem) for n in x.shape):
             return "Triton kernels are compiled for sizes, and some of this call's are symbolic: platform='xla' takes those"
         if problem.dtype == jnp.float64:

@@ -43,9 +43,7 @@ def row_products(o, do, T, delta, H: tl.constexpr, DV: tl.constexpr, BDV: tl.con
 
 
 @triton.jit
-def _weights(
-    s, given, lse, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr, MASKED: tl.constexpr, OF_KEYS: tl.constexpr
-):
+def _weights(s, given, lse, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr, MASKED: tl.constexpr, OF_KEYS: tl.constexpr):
     """(p, slope) of a tile: the softmax's weights before dropout."""
     x, slope = logits(s, given, batch, head, t, j, H, HOW, MASKED)
     if MASKED:
@@ -218,9 +216,7 @@ def flash_key_gradient(
         hl = lse + (batch * H + head) * T
         he = delta + (batch * H + head) * T
         for n in tl.range(full_first, full_last, num_stages=STAGES):
-            state = _key_step(
-                state, bk, bv, hq, hd, hl, he, given, n, batch, head, j, False, H, D, DV, BD, BDV, BM, HOW, PREC
-            )
+            state = _key_step(state, bk, bv, hq, hd, hl, he, given, n, batch, head, j, False, H, D, DV, BD, BDV, BM, HOW, PREC)
         for n in tl.range(first, last - (full_last - full_first), num_stages=STAGES):
             tile_n = masked_tile(n, full_first, full_last)
             state = _key_step(
