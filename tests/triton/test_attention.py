@@ -131,8 +131,8 @@ def _pairs(info: MaskInfo | None, mask: Any, left: int | None, right: int | None
 @pytest.mark.parametrize("kind", ["packed", "mask", "packed and mask"])
 def test_tiles_that_are_left_out_see_nothing(kind, of_keys):
     """And those that go without a mask see everything."""
-    T, S, left, right, blocks = 50, 50, 12, 0, (8, 16)
-    ids = np.repeat(np.array([[0, 1, 2, -1]], np.int32), (11, 20, 15, 4), axis=1)
+    T, S, left, right, blocks = 50, 50, 25, 0, (8, 4)
+    ids = np.repeat(np.array([[0, 1, 2, -1]], np.int32), (5, 31, 10, 4), axis=1)
     info = MaskInfo.from_segments(jnp.asarray(ids)) if "packed" in kind else None
     mask = jnp.asarray(np.random.default_rng(0).random((1, 1, T, S)) < 0.98) if "mask" in kind else None
     keep = _pairs(info, mask, left, right, T, S)[0, 0]
@@ -152,10 +152,10 @@ def test_tiles_that_are_left_out_see_nothing(kind, of_keys):
         assert not rows[:, ~seen].any()
         assert rows[:, full_first * blocks[1] : full_last * blocks[1]].all()
         assert first <= full_first <= full_last <= last
-        assert full_last * blocks[1] <= keep.shape[1]
+        assert full_last * blocks[1] <= keep.shape[1] or full_first == full_last
         skipped += (~seen).sum()
     assert skipped > 0
-    assert kind == "mask" or (table[:, 2] > table[:, 1]).any() or of_keys
+    assert (table[:, 2] > table[:, 1]).any()
 
 
 def test_what_is_refused_says_why():

@@ -35,7 +35,7 @@ def tile_ranges(
     if of_keys:
         needed, full = needed.swapaxes(2, 3), full.swapaxes(2, 3)
     length, block = (lengths[0], blocks[0]) if of_keys else (lengths[1], blocks[1])
-    index = jnp.arange(needed.shape[3], dtype=jnp.int32)
+    index = jnp.arange(needed.shape[3], dtype=jnp.int32)[None, None, None, :]
     full = full & ((index + 1) * block <= length)
     count = jnp.int32(needed.shape[3])
     first = jnp.where(needed, index, count).min(3)
@@ -90,7 +90,7 @@ def _blocks(x: Array, block: int) -> Array:
 
 def _counted(
     mask: Bool[Array, "b h t s"], lengths: tuple[int, int], blocks: tuple[int, int]
-) -> tuple[Int[Array, "b h nq nk"], Int[Array, "nq nk"]]:
+) -> tuple[Int[Array, "b h nq nk"], Int[Array, "1 1 nq nk"]]:
     """(how many pairs of each tile a mask keeps, how many there are); axes of size 1 do not vary."""
     sizes = [1 if given == 1 else block for given, block in zip(mask.shape[2:], blocks, strict=True)]
     pad = [(0, -given % size) for given, size in zip(mask.shape[2:], sizes, strict=True)]
@@ -98,5 +98,5 @@ def _counted(
     x = x.reshape(*x.shape[:2], x.shape[2] // sizes[0], sizes[0], x.shape[3] // sizes[1], sizes[1])
     seen = x.sum(5, dtype=jnp.int32).sum(3, dtype=jnp.int32)  # [b, h, tiles of queries, tiles of keys], or 1 of them
     held = lambda given, size: jnp.minimum(size, given - size * jnp.arange(cdiv(given, size), dtype=jnp.int32))
-    pairs = held(mask.shape[2], sizes[0])[:, None] * held(mask.shape[3], sizes[1])[None, :]
-    return seen, pairs
+    pairs = held(mask.shape[2], sizes[0])[:, None] * held(mask.shape[3], sizes[1])[None, :]  # [nq, nk]
+    return seen, pairs[None, None]

@@ -150,15 +150,16 @@ def combine_parts(
     inside = row < ROWS
     head = row % H
     token = row // H
-    at = ((token // T) * H + head) * T + token % T  # of [B, H, T]
+    own = ((token // T) * H + head) * T + token % T  # of [B, H, T]
+    at = own
     c = tl.arange(0, BDV)[None, :]
     acc = tl.zeros([R, BDV], tl.float32)
     top = tl.full([R], float("-inf"), tl.float32)
     total = tl.zeros([R], tl.float32)
-    for n in range(PARTS):
-        step = n.to(tl.int64) * ROWS
-        x = tl.load(part_lse + step + at, mask=inside, other=float("-inf"))  # [R]
-        y = tl.load(part_o + (step + row)[:, None] * DV + c, mask=inside[:, None] & (c < DV), other=0.0)  # [R, BDV]
+    place = row
+    for _ in range(PARTS):
+        x = tl.load(part_lse + at, mask=inside, other=float("-inf"))  # [R]
+        y = tl.load(part_o + place[:, None] * DV + c, mask=inside[:, None] & (c < DV), other=0.0)  # [R, BDV]
         new_top = tl.maximum(top, x)
         below = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(x - below)
@@ -166,8 +167,10 @@ def combine_parts(
         acc = acc * shrink[:, None] + y * weight[:, None]
         total = total * shrink + weight
         top = new_top
+        place += ROWS
+        at += ROWS
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(o + row[:, None] * DV + c, acc.to(o.dtype.element_ty), mask=inside[:, None] & (c < DV))
     if lse is not None:
         sums = tl.where(total == 0.0, float("inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
-        tl.store(lse + at, sums, mask=inside)
+        tl.store(lse + own, sums, mask=inside)
