@@ -180,7 +180,7 @@ def decode() -> None:
     floor = 2 * k.size * 2 / BANDWIDTH * 1e3
     for label, given in (("plain", None), ("kv lengths", info)):
         run = jax.jit(lambda q, k, v, info: attention(q, k, v, mask_info=info, return_weights=False, dtype=None)[0])
-        ms = kernel_ms(lambda run=run, given=given: run(q, k, v, given), wait)
+        ms = kernel_ms(functools.partial(run, q, k, v, given), wait)
         print(f"decode, {label}: {ms:.4f} ms, byte floor {floor:.4f}, ratio {ms / floor:.2f}", flush=True)
 
 
@@ -271,10 +271,10 @@ def main() -> None:
     print("|---" * 11 + "|")
     results, plain = [], {}
     for row in chosen:
-        mine = times(lambda row=row: ours(row))
+        mine = times(functools.partial(ours, row))
         if row.shape not in plain:
-            plain[row.shape] = times(lambda row=row: cudnn(row.shape))
-        other = (float("nan"),) * 2 if options.no_flex else times(lambda row=row: flex(row))
+            plain[row.shape] = times(functools.partial(cudnn, row.shape))
+        other = (float("nan"),) * 2 if options.no_flex else times(functools.partial(flex, row))
         sides = zip(mine, plain[row.shape], other, strict=True)
         cells = [f"{a:.3f} | {b:.3f} | {a / b:.2f} | {c:.3f} | {a / c:.2f}" for a, b, c in sides]
         print(f"| {row} | {' | '.join(cells)} |", flush=True)

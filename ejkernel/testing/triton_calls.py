@@ -32,12 +32,8 @@ DELTA_CALLS: dict[str, tuple[str | None, int, int, str]] = {  # name: (gate, K, 
 }
 ATTENTION_CALLS: dict[str, tuple[int, int, str, tuple[str, ...]]] = {  # name: (D, V, dtype, what else is given)
     "attention": (128, 128, "bfloat16", ()),
-    "attention 64": (64, 64, "bfloat16", ("soft_cap",)),
+    "attention 64": (64, 64, "bfloat16", ("soft_cap", "sinks")),
     "attention 256": (256, 256, "bfloat16", ()),
-    "attention cap": (128, 128, "bfloat16", ("soft_cap", "sinks")),
-    "attention bias": (128, 128, "bfloat16", ("bias",)),
-    "attention mask": (128, 128, "bfloat16", ("mask",)),
-    "attention packed": (128, 128, "bfloat16", ("segments",)),
     "attention everything": (128, 96, "float16", ("soft_cap", "sinks", "bias", "mask", "segments", "dropout", "scale")),
     "attention float32": (64, 64, "float32", ("bias",)),
     "attention decode": (128, 128, "bfloat16", ("segments", "one query")),
@@ -65,7 +61,8 @@ def attention_arguments(D: int, V: int, dtype: str, given: tuple[str, ...]) -> A
     arrays |= {"softmax_scale": of(dtype="float32")} if "scale" in given else {}
     others: dict[str, Any] = {"attention_mask": of(B, 1, T, S, dtype="bool")} if "mask" in given else {}
     if "segments" in given:
-        others["mask_info"] = MaskInfo(q_segment_ids=of(B, T, dtype="int32"), kv_segment_ids=of(B, S, dtype="int32"))
+        ids: dict[str, Any] = {"q_segment_ids": of(B, T, dtype="int32"), "kv_segment_ids": of(B, S, dtype="int32")}
+        others["mask_info"] = MaskInfo(**ids)
     options: dict[str, Any] = {"causal": not decode, "dtype": None, "return_weights": False}
     options |= {"logits_soft_cap": 50.0} if "soft_cap" in given else {}
     if "dropout" in given:

@@ -20,6 +20,7 @@ GROUPS = [
     ["gk gv", "gk gv forward", "all float32"],
     ["delta head", "delta none wide", "delta head float32"],
     ["delta channel", "delta channel wide", "delta channel float32"],
+    ["attention", "attention 64", "attention 256", "attention everything", "attention float32", "attention decode"],
 ]
 
 

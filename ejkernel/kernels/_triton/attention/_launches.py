@@ -129,7 +129,7 @@ def _compiled(tiles: Tiles, shrink: bool = True) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _of_table(table: Array | None) -> dict[str, int]:
+def _of_table(table: Array | None) -> dict[str, Any]:
     batch, heads = (1, 1) if table is None else table.shape[:2]
     return {"RANGES_B": int(batch > 1), "RANGES_H": heads}
 

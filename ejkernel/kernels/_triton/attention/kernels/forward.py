@@ -132,7 +132,9 @@ def flash_forward(
     empty = float("-inf") if PARTIAL else float("inf")
     sums = tl.where(total == 0.0, empty, top + tl.log2(tl.where(total == 0.0, 1.0, total)))  # [BM]
     cv = tl.arange(0, BDV)[None, :]
-    at = part.to(tl.int64) * ROWS if PARTIAL else 0
+    at = batch * 0
+    if PARTIAL:
+        at += part * ROWS.to(tl.int64)
     tl.store(o + (at + row) * DV + cv, acc.to(o.dtype.element_ty), mask=(t < T) & (cv < DV))
     if lse is not None:
         tl.store(lse + at + (batch * H + head) * T + t, sums[:, None], mask=t < T)
