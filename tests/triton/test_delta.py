@@ -18,6 +18,7 @@ from ejkernel.kernels._triton import gated_delta_rule
 from ejkernel.kernels._triton._recurrence import MAX_STEPS, MOST
 from ejkernel.kernels._triton.gated_delta_rule._platform import TritonDeltaRule
 from ejkernel.kernels._triton.gated_delta_rule.routes import ROUTES, route_of
+from ejkernel.kernels._triton.linear._chunks import Chunks, Segments
 from ejkernel.kernels._triton.linear._launches import arrays_of, launches
 from ejkernel.kernels._triton.linear._plan import Plan
 from ejkernel.testing.compare import LINEAR_TOLERANCES, assert_close, relative_rms
@@ -72,6 +73,34 @@ def test_a_few_steps(gate):
     case = DeltaCase("steps", time=3, gate=gate, initial_state=True, heads=2, key_heads=1, key_channels=24)
     assert "decode step" in TRITON.route(_planned(case), TRITON.heuristic(_planned(case)))
     assert_close(case.evaluate(gated_delta_rule), *expected(case))
+
+
+SPLIT = [
+    DeltaCase("split-head", time=75, heads=2, key_heads=1, gate="head", gate_kind="mild", initial_state=True),
+    DeltaCase("split-channel", time=75, gate="channel", gate_kind="infinite", initial_state=True, reverse=True),
+    DeltaCase("split-ungated", time=75, value_channels=40, key_kind="correlated"),
+    DeltaCase(
+        "split-packed", batch=1, time=120, gate="head", gate_kind="strong", lengths=(3, 0, 70, 1, 46), initial_state=True
+    ),
+    DeltaCase("split-bfloat16-channel", time=200, gate="channel", initial_state=True, dtype="bfloat16"),
+    DeltaCase("split-bfloat16-head", time=200, gate="head", gate_kind="resets", key_channels=72, dtype="bfloat16"),
+]
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_sequences_in_segments(case, monkeypatch):
+    """As a call with too few sequences and heads to fill a device is computed."""
+    segments = []
+
+    def taken(self, problem, cfg):
+        plan = dataclasses.replace(Plan.of(problem, cfg), min_segment=1)
+        segments.append(Segments.of(Chunks.of(plan, *problem.shape[:2], problem.cu_seqlens), problem.sequences, 1))
+        return route_of(plan)
+
+    monkeypatch.setattr(TritonDeltaRule, "taken", taken)
+    cfg = GatedDeltaRuleConfig("chunked", 64 if case.dtype == "bfloat16" else 16)
+    assert_close(case.evaluate(functools.partial(gated_delta_rule, cfg=cfg)), *expected(case))
+    assert all(found.split for found in segments)
 
 
 def test_interpreted_cases_exist():

@@ -69,7 +69,7 @@ class Segments:
     length: int
     count: int
     per_sequence: int  # dense; the table's width when packed
-    table: Array | None  # [6, count]: see `_packed`
+    table: Array | None  # [6, count]: see `packed`
 
     @property
     def split(self) -> bool:
@@ -90,17 +90,17 @@ class Segments:
         across = max(1, programs // sequences)
         # Uneven lengths leave programs idle at the end, so there are twice as many as fill the device.
         wanted = min(cdiv(2 * PROGRAMS_TO_FILL, across), MAX_SEGMENTS)
-        return cls._packed(cut, sequences, max(cut.plan.min_segment, cdiv(cut.count, wanted)))
+        return cls.packed(cut, sequences, max(cut.plan.min_segment, cdiv(cut.count, wanted)))
 
     @classmethod
     def whole(cls, cut: Chunks, sequences: int) -> Segments:
         """One for each sequence."""
         if cut.table is None:
             return cls(cut.per_sequence, sequences, 1, None)
-        return cls._packed(cut, sequences, max(cut.count, 1))
+        return cls.packed(cut, sequences, max(cut.count, 1))
 
     @classmethod
-    def _packed(cls, cut: Chunks, N: int, length: int) -> Segments:
+    def packed(cls, cut: Chunks, N: int, length: int) -> Segments:
         """With a column for every segment in the order in which they are started, the longest first, so that what the device
         ends with is short: segment (its place among `ends`), first chunk, chunks, sequence (-1: unused), place in the sequence,
         the sequence's segments."""

@@ -38,25 +38,42 @@ def _block(x, index, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def load_lower(x, index, C: tl.constexpr):
+    """[C, C]: matrix `index` of x [matrices, C, C], of which blocks of 16 x 16 above the diagonal are 0 and not in memory."""
+    t = tl.arange(0, C)[:, None]
+    s = tl.arange(0, C)[None, :]
+    return tl.load(x + index * (C * C) + (t * C + s), mask=t // 16 >= s // 16, other=0.0)
+
+
+@triton.constexpr_function
+def _at(i, j):
+    """Where block (i, j), j <= i, stands in a tuple with one row of blocks after the other."""
+    return i * (i + 1) // 2 + j
+
+
+@triton.jit
 def _products(
-    x, y, token, rows, head, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, SIGN: tl.constexpr,
-    EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+    q, k, token, rows, head, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, SIGN: tl.constexpr,
+    EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks (i, j), j <= i < N, of x y^T for a chunk's rows of x and y [tokens, HK, K], one row of blocks after the other."""
-    found = ()
+    """Blocks (i, j), j <= i < N, of k k^T and of q k^T for a chunk's rows of q and k [tokens, HK, K], one row of blocks after
+    the other. Both in one turn over the channels: what a program waits for is memory, so all of it is asked for early."""
+    of_keys = ()
+    of_queries = ()
     for _ in tl.static_range(N * (N + 1) // 2):
-        found = found + (tl.zeros([16, 16], tl.float32),)
-    for c in range(0, K, BK):
-        right = ()
+        of_keys = of_keys + (tl.zeros([16, 16], tl.float32),)
+        of_queries = of_queries + (tl.zeros([16, 16], tl.float32),)
+    for c in tl.range(0, K, BK, num_stages=STAGES):
+        keys = ()
         for i in tl.static_range(N):
-            right = right + (
-                tl.trans(load_rows(y, token + SIGN * 16 * i, rows - 16 * i, head, c, HK, K, 16, BK, SIGN, EVEN).to(DT)),
-            )
+            keys = keys + (load_rows(k, token + SIGN * 16 * i, rows - 16 * i, head, c, HK, K, 16, BK, SIGN, EVEN),)
         for i in tl.static_range(N):
-            left = load_rows(x, token + SIGN * 16 * i, rows - 16 * i, head, c, HK, K, 16, BK, SIGN, EVEN)
+            query = load_rows(q, token + SIGN * 16 * i, rows - 16 * i, head, c, HK, K, 16, BK, SIGN, EVEN)
             for j in tl.static_range(i + 1):
-                found = put(found, i * (i + 1) // 2 + j, dot(left, right[j], found[i * (i + 1) // 2 + j], DT, PREC))
-    return found
+                right = tl.trans(keys[j].to(DT))
+                of_keys = put(of_keys, _at(i, j), dot(keys[i], right, of_keys[_at(i, j)], DT, PREC))
+                of_queries = put(of_queries, _at(i, j), dot(query, right, of_queries[_at(i, j)], DT, PREC))
+    return of_keys, of_queries
 
 
 @triton.jit
@@ -117,15 +134,17 @@ def _inverse(W, PREC: tl.constexpr):
 @triton.jit
 def delta_correction(
     q, k, gs, beta, M, M_low, chunks, scale, T, NT,
-    Z, scores, key_scores,
+    Z, scores, key_scores, betas,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
+    SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs of one warp: chunks * heads. Z [chunks, H, C, C].
 
     M, M_low [chunks, H, C, C]: the scores of keys with keys and, where it matters, their low part; None with one gate per head
     or none, where they are made here, and with them those of queries with keys: scores [chunks, H, C, C], scaled, 0 for s > t.
-    gs: as `head_decays` reads it. key_scores [chunks, H, C, C]: M as it is multiplied, 0 for s >= t, if asked for.
+    gs: as `head_decays` reads it. key_scores [chunks, H, C, C]: M as it is multiplied, 0 for s >= t, if asked for. betas
+    [chunks, H, C]: beta in float32, row by row of a chunk: what the scans can have copied to shared memory before they need it.
+    Blocks of 16 x 16 above the diagonal are not written, and `load_lower` does not read them.
     """
     N: tl.constexpr = C // 16
     _, head, s = program_at(1, H)
@@ -136,7 +155,6 @@ def delta_correction(
     kv = head // (H // HK)
     r = tl.arange(0, 16)
     below = r[:, None] > r[None, :]
-    nothing = tl.zeros([16, 16], Z.dtype.element_ty)
     blocks = ()  # (i, j), j <= i, of the scores of keys with keys, one row of blocks after the other
     if M is not None:
         for i in tl.static_range(N):
@@ -146,47 +164,40 @@ def delta_correction(
                     one += tl.load(_block(M_low, index, i, j, C)).to(tl.float32)
                 blocks = blocks + (one,)
     else:
-        blocks = _products(k, k, token, rows, kv, HK, K, BK, N, SIGN, EVEN, DT, PREC)
-        if gs is not None:
-            for i in tl.static_range(N):
-                for j in tl.static_range(i + 1):
+        blocks, of_queries = _products(q, k, token, rows, kv, HK, K, BK, N, SIGN, EVEN, DT, PREC, STAGES)
+        for i in tl.static_range(N):
+            for j in tl.static_range(i + 1):
+                one = of_queries[_at(i, j)] * scale
+                if gs is not None:
                     decay = _decay(gs, token, rows, index, head, i, j, H, HGS, C, SIGN, EXACT)
-                    blocks = put(blocks, i * (i + 1) // 2 + j, blocks[i * (i + 1) // 2 + j] * decay)
+                    blocks = put(blocks, _at(i, j), blocks[_at(i, j)] * decay)
+                    one *= decay
+                elif i == j:
+                    one = tl.where(r[:, None] >= r[None, :], one, 0.0)
+                tl.store(_block(scores, index, i, j, C), one.to(scores.dtype.element_ty))
     # Z_ij = X_i (M_ij - sum over n of M_in beta_n Z_nj), X_i the inverse of a diagonal block, column by column.
     diagonal = ()
     inverses = ()
-    betas = ()
+    factors = ()
     for i in tl.static_range(N):
-        own = tl.where(below, blocks[i * (i + 3) // 2], 0.0)
-        betas = betas + (load_per_head(beta, token + SIGN * 16 * i, rows - 16 * i, head, H, 16, SIGN)[None, :],)
+        own = tl.where(below, blocks[_at(i, i)], 0.0)
+        one = load_per_head(beta, token + SIGN * 16 * i, rows - 16 * i, head, H, 16, SIGN)
+        tl.store(betas + index * C + 16 * i + r, one)
+        factors = factors + (one[None, :],)
         diagonal = diagonal + (own,)
-        inverses = inverses + (_inverse(own * betas[i], PREC),)
+        inverses = inverses + (_inverse(own * factors[i], PREC),)
     if key_scores is not None:
         for i in tl.static_range(N):
             tl.store(_block(key_scores, index, i, i, C), diagonal[i])
             for j in tl.static_range(i):
-                tl.store(_block(key_scores, index, i, j, C), blocks[i * (i + 1) // 2 + j])
-                tl.store(_block(key_scores, index, j, i, C), tl.zeros([16, 16], tl.float32))
+                tl.store(_block(key_scores, index, i, j, C), blocks[_at(i, j)])
     for j in tl.static_range(N):
         column = (_dot(inverses[j], diagonal[j], PREC),)
         tl.store(_block(Z, index, j, j, C), column[0].to(Z.dtype.element_ty))
         for i in tl.static_range(j + 1, N):
-            total = blocks[i * (i + 1) // 2 + j]
+            total = blocks[_at(i, j)]
             for n in tl.static_range(j, i):
-                total -= _dot(blocks[i * (i + 1) // 2 + n] * betas[n], column[n - j], PREC)
+                total -= _dot(blocks[_at(i, n)] * factors[n], column[n - j], PREC)
             found = _dot(inverses[i], total, PREC)
             column = column + (found,)
             tl.store(_block(Z, index, i, j, C), found.to(Z.dtype.element_ty))
-            tl.store(_block(Z, index, j, i, C), nothing)
-    if scores is not None:
-        blocks = _products(q, k, token, rows, kv, HK, K, BK, N, SIGN, EVEN, DT, PREC)
-        for i in tl.static_range(N):
-            for j in tl.static_range(i + 1):
-                one = blocks[i * (i + 1) // 2 + j] * scale
-                if gs is not None:
-                    one *= _decay(gs, token, rows, index, head, i, j, H, HGS, C, SIGN, EXACT)
-                elif i == j:
-                    one = tl.where(r[:, None] >= r[None, :], one, 0.0)
-                tl.store(_block(scores, index, i, j, C), one.to(scores.dtype.element_ty))
-                if i > j:
-                    tl.store(_block(scores, index, j, i, C), nothing)

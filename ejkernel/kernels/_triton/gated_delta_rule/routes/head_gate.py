@@ -34,22 +34,12 @@ class DeltaHeadGate(Route):
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
         correction, rows = head_gate_rows(call)
         found = scan(call, rows, correction, keep)
-        saved = (
-            {
-                "correction": correction,
-                "scores": rows.scores,
-                "states": found.states,
-                "errors": found.errors,
-                **call.kept_log_decays,
-            }
-            if keep
-            else {}
-        )
+        saved = {**found.kept(correction), "scores": rows.scores, **call.kept_log_decays} if keep else {}
         return found.output, found.final, saved
 
     def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
         rows = Rows(call.arrays["query"], call.arrays["key"], saved["scores"])
-        back = scan_back(call, rows, saved["correction"], saved["errors"], do, dfinal)
+        back = scan_back(call, rows, saved, do, dfinal)
         found = _chunk_gradients(call, do, saved, back)
         return Gradients(found["dq"], found["dk"], back.value, back.initial_state, found.get("dg"), beta=back.beta)
 

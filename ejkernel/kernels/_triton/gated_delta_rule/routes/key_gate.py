@@ -60,15 +60,11 @@ class DeltaKeyGate(Route):
         correction = correction_of(call, made.keys.scores, made.keys.scores_low)
         rows = Rows(made.xd, made.keys.yd, made.scores, made.yd, made.chunk_decay)
         found = scan(call, rows, correction, keep)
-        saved = (
-            {"correction": correction, "states": found.states, "errors": found.errors, "rows": rows, "gates": made.gates}
-            if keep
-            else {}
-        )
+        saved = {**found.kept(correction), "rows": rows, "gates": made.gates} if keep else {}
         return found.output, found.final, saved
 
     def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
-        back = scan_back(call, saved["rows"], saved["correction"], saved["errors"], do, dfinal)
+        back = scan_back(call, saved["rows"], saved, do, dfinal)
         filled = self._weak(call, do, saved, back)
         gates: GateRange = saved["gates"]
         states, ends, blocked = saved["states"], back.ends, scores_in_blocks
@@ -136,7 +132,7 @@ class DeltaGeneral(Route):
         correction = correction_of(call, of_keys)
         rows = self._rows(call)
         found = scan(call, rows, correction, keep)
-        saved = {"correction": correction, "states": found.states, "errors": found.errors, "rows": rows} if keep else {}
+        saved = {**found.kept(correction), "rows": rows} if keep else {}
         return found.output, found.final, saved
 
     def _rows(self, call: Call) -> Rows:
@@ -155,7 +151,7 @@ class DeltaGeneral(Route):
         return Rows(found["qd"], found["kp"], scores, found["kd"], found["chunk_decay"])
 
     def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
-        back = scan_back(call, saved["rows"], saved["correction"], saved["errors"], do, dfinal)
+        back = scan_back(call, saved["rows"], saved, do, dfinal)
         B, T, H, K, _ = call.dims
         rows = shape((B, T, H, K), np.float32)
         out: Outputs = {"dx": rows, "dy": rows, "dg": rows}

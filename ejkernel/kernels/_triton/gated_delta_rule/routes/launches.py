@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
-from ejkernel.kernels._triton.gated_delta_rule.kernels import scans
+from ejkernel.kernels._triton.gated_delta_rule.kernels import scans, segment_ends
 from ejkernel.kernels._triton.gated_delta_rule.kernels.correction import delta_correction
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
+from ejkernel.kernels._triton.linear.routes.route import Saved
 
+PACKED_PROGRAMS = 160  # a little more than an H200 has multiprocessors
 ROOMY = 200 << 10  # bytes of shared memory: an H100 has more, an A100 less
 
 
@@ -36,6 +38,7 @@ class Correction(NamedTuple):
     """How the rows of a chunk correct each other's errors, [chunks, H, C, C]."""
 
     Z: Array
+    betas: Array  # [chunks, H, C]
     key_scores: Array | None  # where products are as good as float32's: to refine the errors once
 
 
@@ -43,13 +46,13 @@ def head_gate_rows(call: Call) -> tuple[Correction, Rows]:
     """What the scans of a call with one gate per head, or none, read."""
     q, k, _ = call.query_key_value
     found = _correction(call, {"q": q, "M": None, "M_low": None}, with_scores=True)
-    return Correction(found["Z"], found.get("key_scores")), Rows(q, k, found["scores"])
+    return Correction(found["Z"], found["betas"], found.get("key_scores")), Rows(q, k, found["scores"])
 
 
 def correction_of(call: Call, scores: Array, scores_low: Array | None = None) -> Correction:
     """From the scores of keys with keys."""
     found = _correction(call, {"q": None, "M": scores, "M_low": scores_low}, with_scores=False)
-    return Correction(found["Z"], found.get("key_scores"))
+    return Correction(found["Z"], found["betas"], found.get("key_scores"))
 
 
 def _correction(call: Call, given: dict[str, Array | None], with_scores: bool) -> dict[str, Array]:
@@ -60,9 +63,12 @@ def _correction(call: Call, given: dict[str, Array | None], with_scores: bool) -
         arguments={
             **given, "k": k, "gs": call.head_gates["gs"], "beta": call.arrays["beta"], "scale": plan.scale, **chunks.arguments,
         },
-        out_shape={"Z": matrix, "scores": matrix if with_scores else None, "key_scores": matrix if plan.exact else None},
-        kernel=delta_correction, grid=(chunks.count * H,), HK=heads(k), K=K,
-        BK=tile(K, 64 if plan.bfloat16 else 32), EXACT=plan.exact, num_warps=1, num_stages=1, **call.constants(),
+        out_shape={
+            "Z": matrix, "scores": matrix if with_scores else None, "key_scores": matrix if plan.exact else None,
+            "betas": shape((chunks.count, H, plan.C), np.float32),
+        },
+        kernel=delta_correction, grid=(chunks.count * H,), HK=heads(k), K=K, EXACT=plan.exact, num_warps=1, num_stages=1,
+        BK=tile(K, 64 if plan.bfloat16 else 32), STAGES=2 if plan.bfloat16 else 1, **call.constants(),
     )  # fmt: skip
 
 
@@ -83,12 +89,12 @@ def _stages(plan: Plan, rows: Rows, adjoint: bool) -> int:
     return 3 if adjoint and roomy and not prepared else 2
 
 
-def _scan(call: Call, rows: Rows, BV: int, adjoint: bool) -> dict[str, Any]:
-    """What both scans are launched with."""
+def _scan(call: Call, rows: Rows, segments: Segments, BV: int, adjoint: bool) -> dict[str, Any]:
+    """What all scans are launched with."""
     plan, (_, _, H, K, V) = call.plan, call.dims
     BK = tile(K, 256) if rows.chunk_decay is None else rows.chunk_decay.shape[2]
     return {
-        "grid": (cdiv(V, BV) * _segments(call).count * H,), "HK": heads(call.arrays["key"]), "K": K, "V": V, "BK": BK,
+        "grid": (cdiv(V, BV) * segments.count * H,), "HK": heads(call.arrays["key"]), "K": K, "V": V, "BK": BK,
         "BV": BV, "EXACT": plan.exact, "STAGES": plan.num_stages or _stages(plan, rows, adjoint),
         "num_warps": plan.num_warps or (8 if BV > 64 or BK > 128 else 4), "shrink_stages": call.shrinks_stages,
         "maxnreg": 255,  # said, since ptxas takes 32 by itself for sm_80 and spills everything else
@@ -96,16 +102,69 @@ def _scan(call: Call, rows: Rows, BV: int, adjoint: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _segments(call: Call) -> Segments:
-    return Segments.whole(call.chunks, call.sequences)
-
-
-def _arguments(call: Call, rows: Rows, correction: Correction, begin: Array | None) -> dict[str, Any]:
+def _arguments(call: Call, rows: Rows, correction: Correction, segments: Segments) -> dict[str, Any]:
     return {
-        **rows.as_arguments(), "beta": call.arrays["beta"], "gs": call.head_gates["gs"], "Z": correction.Z,
-        "M": correction.key_scores, "begin": begin,
-        "scale": call.plan.scale, **call.chunks.arguments, **_segments(call).arguments,
+        **rows.as_arguments(), "betas": correction.betas, "gs": call.head_gates["gs"], "Z": correction.Z,
+        "M": correction.key_scores, "scale": call.plan.scale, **call.chunks.arguments, **segments.arguments,
     }  # fmt: skip
+
+
+def _segments(call: Call) -> Segments:
+    """The same for all scans of a call: adjoints go back through the segments' transitions.
+
+    Packed sequences are cut only where one of them may hold nearly all chunks and leave the device to few programs: what a
+    segment's end costs here, where its transition is a matrix, is as much as scanning it.
+    """
+    tiles, chunks = cdiv(call.plan.V, 64), call.chunks
+    if chunks.table is None:
+        return call.segments(tiles)
+    most = cdiv(PACKED_PROGRAMS, call.dims[2] * tiles)  # segments, if one sequence had all chunks
+    return Segments.packed(chunks, call.sequences, max(call.plan.min_segment, cdiv(chunks.count, most)))
+
+
+def _split(call: Call, segments: Segments) -> bool:
+    """Whether a sequence may have several segments."""
+    return segments.split and segments.length < call.chunks.count
+
+
+def _transitions(
+    call: Call, rows: Rows, correction: Correction, segments: Segments, keep: bool
+) -> tuple[Array | None, Array | None]:
+    """(U [segments, H, K, V], M [segments, H, K, K]) of `delta_segment_ends`; None where sequences have one segment each."""
+    if not _split(call, segments):
+        return None, None
+    plan, (_, _, H, K, V) = call.plan, call.dims
+    BV = value_tile(plan, 64)
+    arguments = _arguments(call, rows, correction, segments)
+    unread = ("q", "N", "scale")
+    options = _scan(call, rows, segments, BV, adjoint=False)
+    found = triton_call(
+        arguments={**{name: x for name, x in arguments.items() if name not in unread}, "v": call.arrays["value"]},
+        out_shape={
+            "ends": shape((segments.count, H, K, V), np.float32), "transitions": shape((segments.count, H, K, K), plan.operand),
+        },
+        kernel=segment_ends.delta_segment_ends,
+        **{**options, "grid": ((cdiv(V, BV) + cdiv(K, BV)) * segments.count * H,), "LAST": keep},
+    )  # fmt: skip
+    return found["ends"], found["transitions"]
+
+
+def _starts(
+    call: Call, segments: Segments, begin: Array | None, ends: Array | None, transitions: Array | None, adjoint: bool
+) -> Array | None:
+    """What segments start from, [segments, H, K, V]; None where each sequence has one."""
+    if ends is None:
+        return None
+    plan, (_, _, H, K, V) = call.plan, call.dims
+    BV = tile(V, 32)
+    return triton_call(
+        arguments={
+            "begin": begin, "ends": ends, "transitions": transitions, "NT": call.chunks.per_sequence, **segments.arguments,
+        },
+        out_shape={"starts": shape((segments.count, H, K, V), np.float32)}, kernel=segment_ends.delta_segment_starts,
+        grid=(cdiv(V, BV) * segments.count * H,), H=H, K=K, V=V, BK=tile(K, 256), BV=BV, ADJOINT=adjoint, PREC=plan.precision,
+        STAGES=2 if K <= 128 else 1, num_warps=4, shrink_stages=True,
+    )["starts"]  # fmt: skip
 
 
 class Scanned(NamedTuple):
@@ -115,21 +174,34 @@ class Scanned(NamedTuple):
     final: Array  # [N, H, K, V]
     states: Array | None  # [chunks, H, K, V], if kept
     errors: Array | None  # [B, T, H, V], if kept
+    transitions: Array | None  # [segments, H, K, K], where sequences may have several segments
+
+    def kept(self, correction: Correction) -> Saved:
+        """What `scan_back` and the gradients of chunks read."""
+        return {
+            "correction": correction, "states": self.states, "errors": self.errors, "transitions": self.transitions,
+        }  # fmt: skip
 
 
 def scan(call: Call, rows: Rows, correction: Correction, keep: bool) -> Scanned:
     """Outputs and the final state."""
-    plan, (B, T, H, K, V) = call.plan, call.dims
+    plan, (B, T, H, K, V), segments = call.plan, call.dims, _segments(call)
+    ends, transitions = _transitions(call, rows, correction, segments, keep)
+    begin = call.get("initial_state")
+    starts = _starts(call, segments, begin, ends, transitions, adjoint=False)
     out = {
         "o": shape((B, T, H, V), plan.output), "final": shape((call.sequences, H, K, V), np.float32),
         "states": shape((call.chunks.count, H, K, V), plan.operand) if keep else None,
         "errors": shape((B, T, H, V), plan.operand) if keep else None,
     }  # fmt: skip
+    BV = value_tile(plan, 64 if rows.key_after is None else 128)
     found = triton_call(
-        arguments={**_arguments(call, rows, correction, call.get("initial_state")), "v": call.arrays["value"]}, out_shape=out,
-        kernel=scans.delta_scan, **_scan(call, rows, value_tile(plan, 64 if rows.key_after is None else 128), adjoint=False),
+        arguments={
+            **_arguments(call, rows, correction, segments), "begin": begin, "starts": starts, "v": call.arrays["value"],
+        },
+        out_shape=out, kernel=scans.delta_scan, **_scan(call, rows, segments, BV, adjoint=False),
     )  # fmt: skip
-    return Scanned(found["o"], found["final"], found.get("states"), found.get("errors"))
+    return Scanned(found["o"], found["final"], found.get("states"), found.get("errors"), transitions)
 
 
 class ScannedBack(NamedTuple):
@@ -141,19 +213,27 @@ class ScannedBack(NamedTuple):
     ends: Array  # [chunks, H, K, V]: the adjoint after every chunk
 
 
-def scan_back(call: Call, rows: Rows, correction: Correction, errors: Array, do: Array, dfinal: Array | None) -> ScannedBack:
+def scan_back(call: Call, rows: Rows, saved: Saved, do: Array, dfinal: Array | None) -> ScannedBack:
     """Gradients of value, beta and the initial state, and what those of query, key and gate start from."""
-    plan, (B, T, H, K, V) = call.plan, call.dims
+    plan, (B, T, H, K, V), segments = call.plan, call.dims, _segments(call)
     BV = value_tile(plan, 128)
     tiles = cdiv(V, BV)
+    arguments = {**_arguments(call, rows, saved["correction"], segments), "do": do}
+    options = {"kernel": scans.delta_adjoint_scan, **_scan(call, rows, segments, BV, adjoint=True)}
+    ends = None
+    if _split(call, segments):
+        nothing = dict.fromkeys(("dv", "dbeta", "states"))
+        out = {**nothing, "final": shape((segments.count, H, K, V), np.float32)}
+        ends = triton_call(
+            arguments={**arguments, "begin": None, "starts": None, "errors": None}, out_shape=out, **options,
+        )["final"]  # fmt: skip
+    starts = _starts(call, segments, dfinal, ends, saved["transitions"], adjoint=True)
     out = {
         "dv": shape((B, T, H, V), call.arrays["value"].dtype), "dbeta": shape((B, T, H, tiles), np.float32),
         "final": shape((call.sequences, H, K, V), np.float32),
         "states": shape((call.chunks.count, H, K, V), plan.operand),
     }  # fmt: skip
-    found = triton_call(
-        arguments={**_arguments(call, rows, correction, dfinal), "do": do, "errors": errors}, out_shape=out,
-        kernel=scans.delta_adjoint_scan, **_scan(call, rows, BV, adjoint=True),
-    )  # fmt: skip
+    arguments |= {"begin": dfinal, "starts": starts, "errors": saved["errors"]}
+    found = triton_call(arguments=arguments, out_shape=out, **options)
     dbeta = found["dbeta"]
     return ScannedBack(found["dv"], dbeta[..., 0] if tiles == 1 else jnp.sum(dbeta, -1), found["final"], found["states"])

@@ -46,6 +46,12 @@ def ends_sequence(segment, ADJOINT: tl.constexpr):
 
 
 @triton.jit
+def starts_sequence(segment, ADJOINT: tl.constexpr):
+    """Whether the sequence's scan starts with this segment; ADJOINT goes back in time."""
+    return ends_sequence(segment, not ADJOINT)
+
+
+@triton.jit
 def scanned_segment(segments, unit, NT, NS, SC, ADJOINT: tl.constexpr, ENDS_ONLY: tl.constexpr):
     """(segment, whether its program is idle) of the given one in the order in which they are started.
 
