@@ -28,7 +28,7 @@ PRODUCT_ROWS = 64
 
 
 def forward(plan: Plan, arrays: Arrays, others: Others) -> tuple[Array, Array]:
-    """(output [B, T, H, DV], lse [B, H, T] in base 2)."""
+    """(output [B, T, H, DV], lse [B, H, T] in the base of the logits: 2, of exact calls e)."""
     B, T, H, _ = arrays["query"].shape
     _, S, HK, DV = arrays["value"].shape
     tiles, parts = plan.forward, plan.parts
@@ -54,7 +54,7 @@ def forward(plan: Plan, arrays: Arrays, others: Others) -> tuple[Array, Array]:
         arguments={"part_o": found["o"], "part_lse": found["lse"], "T": T, "ROWS": B * H * T, "PARTS": parts},
         out_shape={"o": _shape((B, T, H, DV), arrays["query"].dtype), "lse": _shape((B, H, T), np.float32)},
         kernel=combine_parts, grid=cdiv(B * H * T, COMBINED_ROWS), num_warps=4,
-        H=H, DV=DV, BDV=plan.options(arrays, others)["BDV"], R=COMBINED_ROWS,
+        H=H, DV=DV, BDV=plan.options(arrays, others)["BDV"], R=COMBINED_ROWS, EXACT=plan.exact,
     )  # fmt: skip
     return joined["o"], joined["lse"]
 
@@ -92,7 +92,8 @@ def backward(
         grads["bias"] = _bias_gradient(plan, arrays, given, options) if bias else jnp.zeros_like(arrays["bias"])
     if "sinks" in arrays:
         sinks = arrays["sinks"]
-        share = jnp.exp2(sinks.astype(np.float32)[None, :, None] * np.float32(LOG2E) - lse)  # [B, H, T]
+        logit = sinks.astype(np.float32)[None, :, None]
+        share = jnp.exp(logit - lse) if plan.exact else jnp.exp2(logit * np.float32(LOG2E) - lse)  # [B, H, T]
         grads["sinks"] = -(share * made["delta"]).sum((0, 2)).astype(sinks.dtype)
     if "traced_scale" in arrays:
         grads["traced_scale"] = of_query["dscale"].sum().astype(arrays["traced_scale"].dtype)

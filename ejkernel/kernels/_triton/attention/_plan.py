@@ -131,9 +131,9 @@ class Plan:
         ids = next((others[name] for name in ("q_segment_ids", "q_positions") if others.get(name) is not None), None)
         fused = not self.exact and self.soft_cap is None and bias is None and "traced_scale" not in arrays and self.scale > 0
         how = (
-            self.left, self.right, _plane(bias, S), _plane(mask, S), int(ids is not None and ids.shape[0] > 1),
+            self.left, self.right, _plane(bias), _plane(mask), int(ids is not None and ids.shape[0] > 1),
             self.soft_cap is not None, min(round(self.dropout_prob * 2**32), 2**32 - 1), fused, self.exact,
-            1.0 / (1.0 - self.dropout_prob),
+            1.0 / (1.0 - self.dropout_prob), math.gcd(S, 16),
         )  # fmt: skip
         return {
             "H": H, "HK": HK, "D": D, "DV": DV, "BD": _tile(D), "BDV": _tile(DV), "HOW": how,
@@ -146,12 +146,12 @@ def _tile(channels: int) -> int:
     return max(16, 1 << (channels - 1).bit_length())
 
 
-def _plane(plane: Any, S: int) -> tuple[int, int, int, int, int] | None:
+def _plane(plane: Any) -> tuple[int, int, int, int] | None:
     """What `_pairs` of the kernels reads a plane [1|B, heads, 1|T, 1|S] by."""
     if plane is None:
         return None
     b, h, t, s = plane.shape
-    return int(b > 1), h, int(t > 1), int(s > 1), math.gcd(S, 16)
+    return int(b > 1), h, int(t > 1), int(s > 1)
 
 
 def _decoding(problem: AttentionProblem, exact: bool, wide: int) -> Tiles:

@@ -1,6 +1,6 @@
 """The backward pass. Weights are made again from the logits x and lse, so that nothing of size T * S is kept:
 
-    p  = 2^(x - lse)                     delta = sum(do * o)
+    p  = 2^(x - lse), see logits.py      delta = sum(do * o)
     dv = dropped(p)^T do                 ds    = p * (dropped(do v^T) - delta) * slope of the soft cap
     dq = scale ds k                      dk    = scale ds^T q                       dbias = ds, before that slope
 
@@ -17,13 +17,14 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton.attention.kernels.logits import (
-    LN2,
     LOG2E,
+    aligned,
     kept_pairs,
     kept_weights,
     load_tile,
     logits,
     masked_tile,
+    power,
     program_at,
     store_tile,
     visited,
@@ -49,9 +50,9 @@ def _weights(s, given, lse, batch, head, t, j, H: tl.constexpr, HOW: tl.constexp
     if MASKED:
         x = tl.where(kept_pairs(given, batch, head, t, j, H, HOW, OF_KEYS), x, float("-inf"))
     if HOW[7]:
-        p = tl.exp2(x * given[7] - lse)
+        p = power(x * given[7] - lse, HOW)
     else:
-        p = tl.exp2(x - lse)
+        p = power(x - lse, HOW)
     return p, slope
 
 
@@ -101,6 +102,7 @@ def flash_query_gradient(
     RANGES_B: tl.constexpr, RANGES_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: query tiles * heads * batch. dq [B, T, H, D]; dscale [B, H, T], if given, each row's part of the scale's."""
+    S = aligned(S, HOW)
     tiles = (T + BM - 1) // BM
     tile, head, batch = program_at(tiles, H)
     tile = tiles - 1 - tile  # causal: the longest first
@@ -115,13 +117,13 @@ def flash_query_gradient(
     factor = scale
     if traced_scale is not None:
         factor = tl.load(traced_scale).to(tl.float32)
-    scale2 = factor * LOG2E
-    given = (bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, scale2, cap, T, S)
+    in_base = factor * (1.0 if HOW[8] else LOG2E)
+    given = (bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, in_base, cap, T, S)
     t = row + tl.arange(0, BM)[:, None]
     q += (batch * T * H + head) * D
     bq = load_tile(q, row, T, H, D, BM, BD, True)  # [BM, BD]
     if HOW[8]:
-        bq = bq * scale2
+        bq = bq * in_base
     bd = load_tile(do + (batch * T * H + head) * DV, row, T, H, DV, BM, BDV, True)  # [BM, BDV]
     at = (batch * H + head) * T + t
     blse = tl.load(lse + at, mask=t < T, other=float("inf"))  # [BM, 1]
@@ -149,7 +151,7 @@ def _key_step(
     state, k, v, q, do, lse, delta, given, n, batch, head, j, MASKED: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, HOW: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """(dk [BN, BD], dv [BN, BDV]) with the part of the n-th tile of queries; dk unscaled, or of EXACT calls times scale2."""
+    """(dk [BN, BD], dv [BN, BDV]) with the part of the n-th tile of queries; dk unscaled but of EXACT calls."""
     dk, dv = state
     T = given[9]
     row = n * BM
@@ -190,6 +192,7 @@ def flash_key_gradient(
     RANGES_B: tl.constexpr, RANGES_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: key tiles * key heads * batch. dk [B, S, HK, D], dv [B, S, HK, DV]; ranges: of query tiles per key tile."""
+    S = aligned(S, HOW)
     G: tl.constexpr = H // HK
     tiles = (S + BN - 1) // BN
     tile, kv_head, batch = program_at(tiles, HK)
@@ -198,8 +201,8 @@ def flash_key_gradient(
     factor = scale
     if traced_scale is not None:
         factor = tl.load(traced_scale).to(tl.float32)
-    scale2 = factor * LOG2E
-    given = (bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, scale2, cap, T, S)
+    in_base = factor * (1.0 if HOW[8] else LOG2E)
+    given = (bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, in_base, cap, T, S)
     j = row + tl.arange(0, BN)[:, None]
     bk = load_tile(k + (batch * S * HK + kv_head) * D, row, S, HK, D, BN, BD, True)  # [BN, BD]
     bv = load_tile(v + (batch * S * HK + kv_head) * DV, row, S, HK, DV, BN, BDV, True)  # [BN, BDV]
@@ -223,7 +226,8 @@ def flash_key_gradient(
                 state, bk, bv, hq, hd, hl, he, given, tile_n, batch, head, j, True, H, D, DV, BD, BDV, BM, HOW, PREC
             )
     sum_k, sum_v = state
-    sum_k *= LN2 if HOW[8] else factor
+    if not HOW[8]:
+        sum_k *= factor
     store_tile(dk + (batch * S * HK + kv_head) * D, sum_k, row, S, HK, D, BN, BD)
     store_tile(dv + (batch * S * HK + kv_head) * DV, sum_v, row, S, HK, DV, BN, BDV)
 
@@ -244,6 +248,7 @@ def flash_bias_gradient(
     QUERIES: tl.constexpr = HOW[2][2]
     KEYS: tl.constexpr = HOW[2][3]
     SHARED: tl.constexpr = H // HEADS  # query heads that share one of the bias
+    S = aligned(S, HOW)
     tiles_q = (T + BM - 1) // BM
     tiles_k = (S + BN - 1) // BN
     own_q = tiles_q if QUERIES else 1
@@ -251,10 +256,11 @@ def flash_bias_gradient(
     tile, own_head, own_batch = program_at(own_q * own_k, HEADS)
     own_tile_q = tile // own_k
     own_tile_k = tile % own_k
-    scale2 = scale * LOG2E
+    factor = scale
     if traced_scale is not None:
-        scale2 = tl.load(traced_scale).to(tl.float32) * LOG2E
-    given = (bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, scale2, cap, T, S)
+        factor = tl.load(traced_scale).to(tl.float32)
+    in_base = factor * (1.0 if HOW[8] else LOG2E)
+    given = (bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, in_base, cap, T, S)
     acc = tl.zeros([BM, BN], tl.float32)
     over_q = 1 if QUERIES else tiles_q
     over_k = 1 if KEYS else tiles_k
@@ -280,7 +286,7 @@ def flash_bias_gradient(
         if seen:
             bq = load_tile(q + (batch * T * H + head) * D, row, T, H, D, BM, BD, True)  # [BM, BD]
             if HOW[8]:
-                bq = bq * scale2
+                bq = bq * in_base
             bk = load_tile(k + (batch * S * HK + kv_head) * D, column, S, HK, D, BN, BD, True)  # [BN, BD]
             bd = load_tile(do + (batch * T * H + head) * DV, row, T, H, DV, BM, BDV, True)  # [BM, BDV]
             bv = load_tile(v + (batch * S * HK + kv_head) * DV, column, S, HK, DV, BN, BDV, True)  # [BN, BDV]

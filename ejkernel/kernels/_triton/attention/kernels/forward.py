@@ -5,6 +5,8 @@
     acc     = acc   2^(top - new_top) + dropped(e) v
     o       = acc / total               lse   = top + log2(total), +inf where nothing is attended to
 
+with e for 2 in EXACT calls, see logits.py.
+
 A program has a tile of one head's queries. For a few queries over many keys (GROUPED) it has the queries of all heads of a
 group, whose keys it then reads once, and one of several parts of the keys: `combine_parts` joins them.
 A sink is a logit that is there before the first key: it starts `top` and `total`.
@@ -17,14 +19,25 @@ import triton.language as tl
 
 from ejkernel.kernels._triton.attention.kernels.logits import (
     LOG2E,
+    aligned,
     kept_pairs,
     kept_weights,
     load_tile,
     logits,
     masked_tile,
+    power,
     program_at,
     visited,
 )
+
+
+@triton.jit
+def _logarithm(x, EXACT: tl.constexpr):
+    """To the base of the logits."""
+    if EXACT:
+        return tl.log(x)
+    else:
+        return tl.log2(x)
 
 
 @triton.jit
@@ -50,10 +63,10 @@ def _attend(
     if MASKED or given[0] is not None:
         below = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN where nothing is seen yet
     if HOW[7]:
-        e = tl.exp2(x * given[7] - below[:, None])  # [BM, BN]
+        e = power(x * given[7] - below[:, None], HOW)  # [BM, BN]
     else:
-        e = tl.exp2(x - below[:, None])
-    shrink = tl.exp2(top - below)
+        e = power(x - below[:, None], HOW)
+    shrink = power(top - below, HOW)
     total = total * shrink + tl.sum(e, 1)
     if given[6] is not None:
         e = tl.where(kept_weights(given, batch, head, t, j, H, HOW), e, 0.0)
@@ -76,6 +89,8 @@ def flash_forward(
     o [B, T, H, DV] and lse [B, H, T], of PARTIAL calls [parts, ...] each, -inf where a part has nothing. ROWS: B * H * T.
     """
     G: tl.constexpr = H // HK
+    UNIT: tl.constexpr = 1.0 if HOW[8] else LOG2E
+    S = aligned(S, HOW)
     part = 0
     if GROUPED:
         tiles = (T * G + BM - 1) // BM
@@ -96,21 +111,21 @@ def flash_forward(
     first, full_first, full_last, last = turn
     if bias is not None:
         full_last = tl.where(tl.max(t) < T, full_last, full_first)  # rows beyond the last query have no bias to read
-    scale2 = scale * LOG2E
+    factor = scale * UNIT
     if traced_scale is not None:
-        scale2 = tl.load(traced_scale).to(tl.float32) * LOG2E
-    given = (bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, scale2, cap, T, S)
+        factor = tl.load(traced_scale).to(tl.float32) * UNIT
+    given = (bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, factor, cap, T, S)
     c = tl.arange(0, BD)[None, :]
     row = (batch * T + t) * H + head  # [BM, 1]: of [B, T, H, ...]
     bq = tl.load(q + row * D + c, mask=(t < T) & (c < D), other=0.0)  # [BM, BD]
     if HOW[8]:
-        bq = bq * scale2
+        bq = bq * factor
     k += (batch * S * HK + kv_head) * D
     v += (batch * S * HK + kv_head) * DV
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     if sinks is not None:
-        sink = tl.load(sinks + head + t * 0).to(tl.float32) * LOG2E  # [BM, 1]
+        sink = tl.load(sinks + head + t * 0).to(tl.float32) * UNIT  # [BM, 1]
         sink = tl.where(part == 0, sink, float("-inf"))
         top = tl.reshape(sink, [BM])
         total = tl.where(top == float("-inf"), 0.0, 1.0)
@@ -130,7 +145,7 @@ def flash_forward(
     acc, top, total = state
     acc = acc * (HOW[9] / tl.where(total == 0.0, 1.0, total))[:, None]
     empty = float("-inf") if PARTIAL else float("inf")
-    sums = tl.where(total == 0.0, empty, top + tl.log2(tl.where(total == 0.0, 1.0, total)))  # [BM]
+    sums = tl.where(total == 0.0, empty, top + _logarithm(tl.where(total == 0.0, 1.0, total), HOW[8]))  # [BM]
     cv = tl.arange(0, BDV)[None, :]
     at = batch * 0
     if PARTIAL:
@@ -144,7 +159,7 @@ def flash_forward(
 def combine_parts(
     part_o, part_lse, T, ROWS, PARTS,
     o, lse,
-    H: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, R: tl.constexpr,
+    H: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, R: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Programs: rows of [B, T, H]. part_o [parts, B, T, H, DV] and part_lse [parts, B, H, T] are joined to o and lse."""
     tile, _head, _batch = program_at((ROWS + R - 1) // R, 1)
@@ -164,8 +179,8 @@ def combine_parts(
         y = tl.load(part_o + place[:, None] * DV + c, mask=inside[:, None] & (c < DV), other=0.0)  # [R, BDV]
         new_top = tl.maximum(top, x)
         below = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(x - below)
-        shrink = tl.exp2(top - below)
+        weight = tl.exp(x - below) if EXACT else tl.exp2(x - below)
+        shrink = tl.exp(top - below) if EXACT else tl.exp2(top - below)
         acc = acc * shrink[:, None] + y * weight[:, None]
         total = total * shrink + weight
         top = new_top
@@ -174,5 +189,5 @@ def combine_parts(
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(o + row[:, None] * DV + c, acc.to(o.dtype.element_ty), mask=inside[:, None] & (c < DV))
     if lse is not None:
-        sums = tl.where(total == 0.0, float("inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
+        sums = tl.where(total == 0.0, float("inf"), top + _logarithm(tl.where(total == 0.0, 1.0, total), EXACT))
         tl.store(lse + own, sums, mask=inside)

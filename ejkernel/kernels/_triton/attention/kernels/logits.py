@@ -1,13 +1,14 @@
 """What the kernels of softmax attention share: which tiles a program visits, and the logits of a tile.
 
 A tile is queries t times keys j, in either order: t and j are [BM, 1] and [1, BN], or [1, BM] and [BN, 1] where scores are
-computed transposed. Logits are in base 2: log2(e) times those of the definition, so that weights are powers of two.
+computed transposed. Logits are in base 2: log2(e) times those of the definition, so that weights are powers of two. Those of
+EXACT calls are in base e: that factor would round scores, which may be so large that its error moves weights.
 
     x = cap * tanh(scale * q . k / cap) + bias                -inf where masked
     tanh(u) = 1 - 2 r,  r = 1 / (1 + exp(2 u)),               its slope 1 - tanh(u)^2 = 4 r (1 - r)
 
 What every kernel gets of a call beside its operands goes together: `given` holds (bias, mask, q_segments, kv_segments,
-q_positions, kv_positions, words, scale2, cap, T, S), with None for what there is not, and HOW what is compiled in:
+q_positions, kv_positions, words, factor, cap, T, S), with None for what there is not; factor is the scale in the logits' base. HOW is what is compiled in:
 
     LEFT, RIGHT   keys that a query sees, from t - LEFT to t + RIGHT, by indices or positions; None: all
     BIAS, MASK    the axes of these planes, see `_pairs`
@@ -15,8 +16,9 @@ q_positions, kv_positions, words, scale2, cap, T, S), with None for what there i
     CAPPED        whether there is a soft cap
     DROPPED       dropout keeps the weights whose random bits are at least this
     FUSED         the scale is multiplied where the maximum is subtracted: no cap, no bias
-    EXACT         float32: scores come scaled, see `logits`
+    EXACT         float32: scores come scaled, and logits are in base e
     SURVIVES      what dropout multiplies a kept weight by
+    DIVIDES       a power of two that divides S, see `aligned`
 """
 
 from __future__ import annotations
@@ -27,6 +29,21 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # of the kernels imported now
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def aligned(S, HOW: tl.constexpr):
+    """S, known to be a multiple of DIVIDES: only then are whole vectors of a plane's row inside or outside, and copied ahead."""
+    return (S // HOW[10]) * HOW[10]
+
+
+@triton.jit
+def power(x, HOW: tl.constexpr):
+    """The base of the logits to the x."""
+    if HOW[8]:
+        return tl.exp(x)
+    else:
+        return tl.exp2(x)
 
 
 @triton.jit
@@ -108,18 +125,17 @@ def masked_tile(n, full_first, full_last):
 def _pairs(plane, batch, head, t, j, T, S, H: tl.constexpr, PLANE: tl.constexpr):
     """Pointers to pairs (t, j) of a plane [1|B, heads, 1|T, 1|S].
 
-    PLANE: (whether it varies over the batch, heads, over queries, over keys, a power of two that divides S).
+    PLANE: (whether it varies over the batch, heads, over queries, over keys).
     """
     BATCH: tl.constexpr = PLANE[0]
     HEADS: tl.constexpr = PLANE[1]
     QUERIES: tl.constexpr = PLANE[2]
     KEYS: tl.constexpr = PLANE[3]
-    DIVIDES: tl.constexpr = PLANE[4]
     at = (batch * BATCH) * HEADS + head // (H // HEADS)
     if QUERIES:
         at = at * T + t
     if KEYS:
-        at = at * ((S // DIVIDES) * DIVIDES)  # rows are then known to be aligned
+        at = at * S
     at = plane + at
     return at + j if KEYS else at + j * 0
 
@@ -127,7 +143,7 @@ def _pairs(plane, batch, head, t, j, T, S, H: tl.constexpr, PLANE: tl.constexpr)
 @triton.jit
 def kept_pairs(given, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr, OF_KEYS: tl.constexpr):
     """Which pairs (t, j) attend. Queries, or OF_KEYS keys, may go beyond the last one: those rows are nobody's."""
-    _bias, mask, q_segments, kv_segments, q_positions, kv_positions, _words, _scale2, _cap, T, S = given
+    _bias, mask, q_segments, kv_segments, q_positions, kv_positions, _words, _factor, _cap, T, S = given
     LEFT: tl.constexpr = HOW[0]
     RIGHT: tl.constexpr = HOW[1]
     IDS_B: tl.constexpr = HOW[4]
@@ -170,34 +186,35 @@ def _small_tanh(u):
 
 @triton.jit
 def logits(s, given, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr, CHECK: tl.constexpr):
-    """(x, slope): logits in base 2 from scores s = q . k, before masks; the slope of the soft cap, if there is one.
+    """(x, slope): logits from scores s = q . k, before masks; the slope of the soft cap, if there is one.
 
     Of FUSED calls (no cap, no bias) scores are left as they are: the scale is multiplied where the maximum is subtracted. Of
     EXACT ones scores come scaled already. CHECK: some pairs may be outside.
     """
-    bias, _mask, _qs, _ks, _qp, _kp, _words, scale2, cap, T, S = given
+    bias, _mask, _qs, _ks, _qp, _kp, _words, factor, cap, T, S = given
     EXACT: tl.constexpr = HOW[8]
+    UNIT: tl.constexpr = 1.0 if EXACT else LOG2E
     x = s
     slope = s
     if HOW[5]:
-        factor = 2.0 / cap if EXACT else 2.0 * scale2 / cap
-        exponent = s * factor
+        of_score = 2.0 * LOG2E / cap if EXACT else 2.0 * factor / cap
+        exponent = s * of_score
         r = _reciprocal(1.0 + tl.exp2(exponent))
-        cap2 = cap * LOG2E
-        x = cap2 - (2.0 * cap2) * r
+        top = cap * UNIT
+        x = top - (2.0 * top) * r
         slope = 4.0 * r * (1.0 - r)
         if EXACT:
             u = exponent * (0.5 * LN2)
-            x = tl.where(tl.abs(u) < 0.6, cap2 * _small_tanh(u), x)
+            x = tl.where(tl.abs(u) < 0.6, top * _small_tanh(u), x)
     elif not HOW[7] and not EXACT:
-        x = s * scale2
+        x = s * factor
     if bias is not None:
         BIAS: tl.constexpr = HOW[2]
         at = _pairs(bias, batch, head, t, j, T, S, H, BIAS)
         if CHECK:
-            x += tl.load(at, mask=(t < T) & (j < S), other=0.0).to(tl.float32) * LOG2E
+            x += tl.load(at, mask=(t < T) & (j < S), other=0.0).to(tl.float32) * UNIT
         else:
-            x += tl.load(at).to(tl.float32) * LOG2E
+            x += tl.load(at).to(tl.float32) * UNIT
     return x, slope
 
 
