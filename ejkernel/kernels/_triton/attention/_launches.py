@@ -104,10 +104,9 @@ def _bias_gradient(plan: Plan, arrays: Arrays, given: dict[str, Any], options: d
     bias, tiles = arrays["bias"], plan.kernels.bias
     b, h, t, s = bias.shape
     programs = cdiv(t, tiles.block_q) * cdiv(s, tiles.block_k) * h * b
-    constants = {name: x for name, x in _compiled(tiles).items() if name != "STAGES"}
     found = triton_call(
         arguments={**given, "B": arrays["query"].shape[0]}, out_shape={"dbias": _like(bias)}, kernel=flash_bias_gradient,
-        grid=programs, **constants, **options,
+        grid=programs, **_compiled(tiles), **options,
     )  # fmt: skip
     return found["dbias"]
 

@@ -51,11 +51,13 @@ class Kernels(NamedTuple):
 
 # By the widest channels' tile, for operands of 16 bits.
 HALF = {
-    64: Kernels(Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 1)),
-    128: Kernels(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 1)),
+    64: Kernels(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3), Tiles(128, 64, 8, 2)),
+    128: Kernels(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3), Tiles(128, 64, 8, 2)),
     256: Kernels(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 1), Tiles(32, 64, 8, 2), Tiles(64, 64, 8, 1)),
 }
-# The same where a program has less shared memory than an H100's.
+# The forward kernel's where a mask or a bias is copied ahead too: two programs of the tiles above would not fit a multiprocessor.
+HALF_PLANE = {128: Tiles(128, 64, 8, 3)}
+# The same as `HALF` where a program has less shared memory than an H100's.
 HALF_SMALL = {
     64: Kernels(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 1)),
     128: Kernels(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 1), Tiles(64, 64, 8, 1), Tiles(64, 64, 4, 1)),
@@ -105,6 +107,9 @@ class Plan:
         kernels = (SINGLE if exact else HALF if shared >= LARGE else HALF_SMALL)[wide]
         if not exact and shared < 128 << 10 and wide >= 128:
             kernels = HALF_SMALL[256]
+        planes = any(x is not None and x.shape[2] > 1 < x.shape[3] for x in (problem.bias, problem.mask))
+        if planes and kernels is HALF.get(wide):
+            kernels = kernels._replace(forward=HALF_PLANE.get(wide, kernels.forward))
         grouped = problem.q_len <= DECODED_QUERIES
         usual = _decoding(problem, exact, wide) if grouped else kernels.forward
         named = {name: getattr(cfg, name) for name in Tiles._fields if getattr(cfg, name) is not None}
@@ -134,6 +139,7 @@ class Plan:
             self.left, self.right, _plane(bias), _plane(mask), int(ids is not None and ids.shape[0] > 1),
             self.soft_cap is not None, min(round(self.dropout_prob * 2**32), 2**32 - 1), fused, self.exact,
             1.0 / (1.0 - self.dropout_prob), math.gcd(S, 16),
+            bias is not None and bias.shape[0] == 1,
         )  # fmt: skip
         return {
             "H": H, "HK": HK, "D": D, "DV": DV, "BD": _tile(D), "BDV": _tile(DV), "HOW": how,

@@ -29,10 +29,11 @@ from ejkernel.kernels._triton.attention._solve import DIFFERENTIABLE, flash_outp
 
 HEURISTIC = AttentionConfig("flash", platform="triton", backend="gpu")
 CHANGES = (
-    {"block_q": 128, "block_k": 64, "num_warps": 4, "num_stages": 2},
+    {"block_q": 64, "block_k": 64, "num_warps": 4, "num_stages": 3},
+    {"block_q": 64, "block_k": 64, "num_warps": 4, "num_stages": 2},
     {"block_q": 128, "block_k": 64, "num_warps": 8, "num_stages": 3},
     {"block_q": 128, "block_k": 128, "num_warps": 8, "num_stages": 2},
-    {"block_q": 64, "block_k": 64, "num_warps": 4, "num_stages": 3},
+    {"block_q": 128, "block_k": 32, "num_warps": 4, "num_stages": 3},
 )
 DECODING_CHANGES = ({"block_k": 128, "num_stages": 2}, {"block_k": 32, "num_stages": 4}, {"num_warps": 2})
 

@@ -5,12 +5,15 @@ Bounds on indices need no table: the kernels know them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from ejkernel.callib import cdiv
+
+COUNTED = 32  # queries whose pairs are counted together
 
 
 def tile_ranges(
@@ -95,7 +98,10 @@ def _counted(
     sizes = [1 if given == 1 else block for given, block in zip(mask.shape[2:], blocks, strict=True)]
     pad = [(0, -given % size) for given, size in zip(mask.shape[2:], sizes, strict=True)]
     x = jnp.pad(mask, ((0, 0), (0, 0), *pad))
-    x = x.reshape(*x.shape[:2], x.shape[2] // sizes[0], sizes[0], x.shape[3] // sizes[1], sizes[1])
+    # The mask itself is read once for the tables of all kernels: by COUNTED queries, in one byte a key.
+    rows = math.gcd(sizes[0], COUNTED)
+    x = x.reshape(*x.shape[:2], x.shape[2] // rows, rows, x.shape[3]).sum(3, dtype=jnp.uint8)
+    x = x.reshape(*x.shape[:2], -1, sizes[0] // rows, x.shape[3] // sizes[1], sizes[1])
     seen = x.sum(5, dtype=jnp.int32).sum(3, dtype=jnp.int32)  # [b, h, tiles of queries, tiles of keys], or 1 of them
     held = lambda given, size: jnp.minimum(size, given - size * jnp.arange(cdiv(given, size), dtype=jnp.int32))
     pairs = held(mask.shape[2], sizes[0])[:, None] * held(mask.shape[3], sizes[1])[None, :]  # [nq, nk]

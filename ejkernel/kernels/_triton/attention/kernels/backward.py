@@ -104,7 +104,7 @@ def flash_query_gradient(
     """Programs: query tiles * heads * batch. dq [B, T, H, D]; dscale [B, H, T], if given, each row's part of the scale's."""
     S = aligned(S, HOW)
     tiles = (T + BM - 1) // BM
-    tile, head, batch = program_at(tiles, H)
+    tile, head, batch = program_at(tiles, H, HOW[11])
     tile = tiles - 1 - tile  # causal: the longest first
     row = tile * BM
     kv_head = head // (H // HK)
@@ -195,7 +195,7 @@ def flash_key_gradient(
     S = aligned(S, HOW)
     G: tl.constexpr = H // HK
     tiles = (S + BN - 1) // BN
-    tile, kv_head, batch = program_at(tiles, HK)
+    tile, kv_head, batch = program_at(tiles, HK, HOW[11])
     row = tile * BN
     rows = tl.minimum(BN, S - row)
     factor = scale
@@ -233,16 +233,57 @@ def flash_key_gradient(
 
 
 @triton.jit
+def _seen(row, column, q_positions, BM: tl.constexpr, BN: tl.constexpr, HOW: tl.constexpr):
+    """Whether a tile of queries from `row` on sees any of the keys from `column` on, by their indices."""
+    LEFT: tl.constexpr = HOW[0]
+    RIGHT: tl.constexpr = HOW[1]
+    seen = row >= 0
+    if q_positions is None:
+        if LEFT is not None:
+            seen = seen & (column + BN - 1 >= row - LEFT)
+        if RIGHT is not None:
+            seen = seen & (column <= row + BM - 1 + RIGHT)
+    return seen
+
+
+@triton.jit
+def _bias_step(
+    acc, q, k, v, do, lse, delta, given, row, column, batch, head, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HOW: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """acc [BM, BN] with the logits' gradient of one tile of one head."""
+    T, S = given[9], given[10]
+    t = row + tl.arange(0, BM)[:, None]
+    j = column + tl.arange(0, BN)[None, :]
+    kv_head = head // (H // HK)
+    bq = load_tile(q + (batch * T * H + head) * D, row, T, H, D, BM, BD, True)  # [BM, BD]
+    if HOW[8]:
+        bq = bq * given[7]
+    bk = load_tile(k + (batch * S * HK + kv_head) * D, column, S, HK, D, BN, BD, True)  # [BN, BD]
+    bd = load_tile(do + (batch * T * H + head) * DV, row, T, H, DV, BM, BDV, True)  # [BM, BDV]
+    bv = load_tile(v + (batch * S * HK + kv_head) * DV, column, S, HK, DV, BN, BDV, True)  # [BN, BDV]
+    at = (batch * H + head) * T + t
+    blse = tl.load(lse + at, mask=t < T, other=float("inf"))  # [BM, 1]
+    bdelta = tl.load(delta + at, mask=t < T, other=0.0)
+    s = tl.dot(bq, tl.trans(bk), input_precision=PREC)  # [BM, BN]
+    p, _slope = _weights(s, given, blse, batch, head, t, j, H, HOW, True, False)
+    dp = tl.dot(bd, tl.trans(bv), input_precision=PREC)
+    keep = None
+    if given[6] is not None:
+        keep = kept_weights(given, batch, head, t, j, H, HOW)
+    return acc + _logit_gradient(p, dp, bdelta, keep, HOW)
+
+
+@triton.jit
 def flash_bias_gradient(
     q, k, v, do, lse, delta, bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, traced_scale, scale, cap,
     T, S, B,
     dbias,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, HOW: tl.constexpr, PREC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HOW: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dbias, of the bias's shape. Programs: its tiles * its heads * its batch; each sums over all that share its tile."""
-    LEFT: tl.constexpr = HOW[0]
-    RIGHT: tl.constexpr = HOW[1]
     BATCH: tl.constexpr = HOW[2][0]
     HEADS: tl.constexpr = HOW[2][1]
     QUERIES: tl.constexpr = HOW[2][2]
@@ -262,44 +303,31 @@ def flash_bias_gradient(
     in_base = factor * (1.0 if HOW[8] else LOG2E)
     given = (bias, mask, q_segments, kv_segments, q_positions, kv_positions, words, in_base, cap, T, S)
     acc = tl.zeros([BM, BN], tl.float32)
-    over_q = 1 if QUERIES else tiles_q
-    over_k = 1 if KEYS else tiles_k
     over_b = 1 if BATCH else B
-    for n in range(over_b * SHARED * over_q * over_k):
-        tile_k = own_tile_k + n % over_k
-        others = n // over_k
-        tile_q = own_tile_q + others % over_q
-        others = others // over_q
-        head = own_head * SHARED + others % SHARED
-        batch = own_batch + (others // SHARED).to(tl.int64)
-        kv_head = head // (H // HK)
-        row = tile_q * BM
-        column = tile_k * BN
-        t = row + tl.arange(0, BM)[:, None]
-        j = column + tl.arange(0, BN)[None, :]
-        seen = True
-        if q_positions is None:
-            if LEFT is not None:
-                seen = seen & (column + BN - 1 >= row - LEFT)
-            if RIGHT is not None:
-                seen = seen & (column <= row + BM - 1 + RIGHT)
-        if seen:
-            bq = load_tile(q + (batch * T * H + head) * D, row, T, H, D, BM, BD, True)  # [BM, BD]
-            if HOW[8]:
-                bq = bq * in_base
-            bk = load_tile(k + (batch * S * HK + kv_head) * D, column, S, HK, D, BN, BD, True)  # [BN, BD]
-            bd = load_tile(do + (batch * T * H + head) * DV, row, T, H, DV, BM, BDV, True)  # [BM, BDV]
-            bv = load_tile(v + (batch * S * HK + kv_head) * DV, column, S, HK, DV, BN, BDV, True)  # [BN, BDV]
-            at = (batch * H + head) * T + t
-            blse = tl.load(lse + at, mask=t < T, other=float("inf"))  # [BM, 1]
-            bdelta = tl.load(delta + at, mask=t < T, other=0.0)
-            s = tl.dot(bq, tl.trans(bk), input_precision=PREC)  # [BM, BN]
-            p, _slope = _weights(s, given, blse, batch, head, t, j, H, HOW, True, False)
-            dp = tl.dot(bd, tl.trans(bv), input_precision=PREC)
-            keep = None
-            if words is not None:
-                keep = kept_weights(given, batch, head, t, j, H, HOW)
-            acc += _logit_gradient(p, dp, bdelta, keep, HOW)
+    if QUERIES and KEYS:
+        row = own_tile_q * BM
+        column = own_tile_k * BN
+        turns = tl.where(_seen(row, column, q_positions, BM, BN, HOW), over_b * SHARED, 0)
+        for n in tl.range(0, turns, num_stages=STAGES):
+            head = own_head * SHARED + n % SHARED
+            batch = own_batch + n // SHARED  # int64 as the first one
+            acc = _bias_step(
+                acc, q, k, v, do, lse, delta, given, row, column, batch, head, H, HK, D, DV, BD, BDV, BM, BN, HOW, PREC
+            )
+    else:
+        over_q = 1 if QUERIES else tiles_q
+        over_k = 1 if KEYS else tiles_k
+        for n in range(over_b * SHARED * over_q * over_k):
+            others = n // over_k
+            row = (own_tile_q + others % over_q) * BM
+            column = (own_tile_k + n % over_k) * BN
+            others = others // over_q
+            head = own_head * SHARED + others % SHARED
+            batch = own_batch + others // SHARED
+            if _seen(row, column, q_positions, BM, BN, HOW):
+                acc = _bias_step(
+                    acc, q, k, v, do, lse, delta, given, row, column, batch, head, H, HK, D, DV, BD, BDV, BM, BN, HOW, PREC
+                )
     at = own_batch * HEADS + own_head
     t = own_tile_q * BM + tl.arange(0, BM)[:, None]
     j = own_tile_k * BN + tl.arange(0, BN)[None, :]

@@ -102,7 +102,7 @@ def flash_forward(
         turn = visited(ranges, batch, kv_head * G, 0, 0, T, S, 1, H, RANGES_B, RANGES_H, HOW[0], HOW[1], BN)
     else:
         tiles = (T + BM - 1) // BM
-        tile, head, batch = program_at(tiles, H)
+        tile, head, batch = program_at(tiles, H, HOW[11])
         tile = tiles - 1 - tile  # causal: the longest first
         kv_head = head // G
         t = tile * BM + tl.arange(0, BM)[:, None]

@@ -19,6 +19,7 @@ q_positions, kv_positions, words, factor, cap, T, S), with None for what there i
     EXACT         float32: scores come scaled, and logits are in base e
     SURVIVES      what dropout multiplies a kept weight by
     DIVIDES       a power of two that divides S, see `aligned`
+    SHARED        whether the rows of the batch share a bias, see `program_at`
 """
 
 from __future__ import annotations
@@ -47,11 +48,18 @@ def power(x, HOW: tl.constexpr):
 
 
 @triton.jit
-def program_at(tiles, heads):
-    """(tile, head, row of the batch as int64) of a program: tiles count fastest, so what runs at one time shares keys."""
+def program_at(tiles, heads, SHARED: tl.constexpr = False):
+    """(tile, head, row of the batch as int64) of a program: tiles count fastest, so what runs at one time shares keys.
+
+    Heads are next, or where the batch is SHARED its rows: a bias is then read from memory once for all of them.
+    """
     pid = tl.program_id(0)
     others = pid // tiles
-    return pid % tiles, others % heads, (others // heads).to(tl.int64)
+    if SHARED:
+        batch = tl.num_programs(0) // (tiles * heads)
+        return pid % tiles, others // batch, (others % batch).to(tl.int64)
+    else:
+        return pid % tiles, others % heads, (others // heads).to(tl.int64)
 
 
 @triton.jit
