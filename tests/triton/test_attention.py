@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from ejkernel._device import device_of
+from ejkernel._device import Device, device_of, on_device
 from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.kernels._triton import attention
 from ejkernel.kernels._triton.attention import _plan
@@ -74,6 +74,13 @@ def test_many_tiles(case, monkeypatch):
     for tiles in (_plan.SINGLE, _plan.HALF):
         monkeypatch.setitem(tiles, 64, SMALL)
     check(case)
+
+
+def test_large_scores_keep_their_digits():
+    """Scores near 1e5 that float32 holds exactly: in base 2 their rounding would move weights by 1e-5."""
+    (case,) = (case for case in CASES if case.name == "extreme")
+    got, want = case.value_and_gradients(attention, weights=False), case.expected()
+    assert_close(got, {name: want[name] for name in got}, (2e-6, 5e-6))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -222,6 +229,16 @@ def test_a_named_configuration_is_followed():
     assert Plan.of(case.problem, cfg).forward == Tiles(16, 32, 4, 1)
     check(case, cfg=cfg)
     assert TRITON.route(case.problem, cfg) == "flash"
+
+
+def test_a_mask_has_tiles_of_its_own():
+    """Two programs with three loads in flight would not fit a multiprocessor beside the mask's tiles."""
+    q, mask = jnp.ones((1, 64, 1, 128), jnp.bfloat16), jnp.ones((1, 1, 64, 64), bool)
+    with on_device(Device("gpu", "NVIDIA H200", 90)):
+        tiles = lambda **given: Plan.of(AttentionProblem.from_arguments(q, q, q, **given), HEURISTIC).forward
+        assert tiles() == Tiles(64, 64, 4, 3)
+        assert tiles(attention_mask=mask) == Tiles(128, 64, 8, 3)
+        assert tiles(attention_mask=mask[:, :, :1]) == Tiles(64, 64, 4, 3)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="compiled kernels")

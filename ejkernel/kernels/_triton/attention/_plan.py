@@ -55,7 +55,7 @@ HALF = {
     128: Kernels(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3), Tiles(128, 64, 8, 2)),
     256: Kernels(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 1), Tiles(32, 64, 8, 2), Tiles(64, 64, 8, 1)),
 }
-# The forward kernel's where a mask or a bias is copied ahead too: two programs of the tiles above would not fit a multiprocessor.
+# The forward kernel's where a mask or a bias is copied ahead too: two programs as above would not fit a multiprocessor.
 HALF_PLANE = {128: Tiles(128, 64, 8, 3)}
 # The same as `HALF` where a program has less shared memory than an H100's.
 HALF_SMALL = {

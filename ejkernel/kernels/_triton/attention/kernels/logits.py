@@ -8,7 +8,8 @@ EXACT calls are in base e: that factor would round scores, which may be so large
     tanh(u) = 1 - 2 r,  r = 1 / (1 + exp(2 u)),               its slope 1 - tanh(u)^2 = 4 r (1 - r)
 
 What every kernel gets of a call beside its operands goes together: `given` holds (bias, mask, q_segments, kv_segments,
-q_positions, kv_positions, words, factor, cap, T, S), with None for what there is not; factor is the scale in the logits' base. HOW is what is compiled in:
+q_positions, kv_positions, words, factor, cap, T, S), with None for what there is not; factor is the scale in the logits' base.
+HOW is what is compiled in:
 
     LEFT, RIGHT   keys that a query sees, from t - LEFT to t + RIGHT, by indices or positions; None: all
     BIAS, MASK    the axes of these planes, see `_pairs`
@@ -34,7 +35,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def aligned(S, HOW: tl.constexpr):
-    """S, known to be a multiple of DIVIDES: only then are whole vectors of a plane's row inside or outside, and copied ahead."""
+    """S, known to be a multiple of DIVIDES: whole vectors of a plane's row are then inside or outside, and copied ahead."""
     return (S // HOW[10]) * HOW[10]
 
 
