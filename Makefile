@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test test-fast test-pythons run-fast lint typecheck docs demo test-gpu sanitize-gpu clean
+.PHONY: setup test test-long test-fast test-pythons run-fast lint typecheck docs demo test-gpu sanitize-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -29,9 +29,13 @@ docs: setup
 
 # Most of the time goes into compiling small programs that run once, which a lower level of optimisation makes 30 % cheaper (60 for
 # 85 CPU seconds in the packed reference cases). With XLA's own level: make test XLA_FLAGS=
-test run-fast: export XLA_FLAGS ?= --xla_backend_optimization_level=1
+test test-long run-fast: export XLA_FLAGS ?= --xla_backend_optimization_level=1
 test: lint typecheck docs
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
+
+# What takes longest, most of it compiling kernels ahead of time.
+test-long: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 # What one runs while working: a part of every module, and all of what most calls go through, in under two minutes on 2 cores.
 test-fast: setup run-fast

@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if not any(item.get_closest_marker(name) for name in ("slow", "gpu", "hypothesis")):
+        if not any(item.get_closest_marker(name) for name in ("slow", "long", "gpu", "hypothesis")):
             tests[item.nodeid.split("[" if item.nodeid.startswith(EVERY_TEST) else "::")[0]].append(item)
     of = lambda name: 1 if "::" in name else 3 * few if name.endswith(SHARED_CASES) else few
     kept = {item for name, own in tests.items() for item in _spread(own, of(name))}

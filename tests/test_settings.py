@@ -154,6 +154,7 @@ def test_attention_names_the_dtypes_that_strict_promotion_does_not_join():
     assert attention(x, narrow, x, dtype=None, return_weights=False).dtype == jnp.float32
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", ["segments", "dropout"])
 def test_blockwise_attention_without_jit(options):
     call, arrays = attention_call(ATTENTION[1], OPTIONS[options], None), attention_arrays()
@@ -163,6 +164,7 @@ def test_blockwise_attention_without_jit(options):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
+@pytest.mark.long
 def test_a_linear_operation_without_jit():
     case = CASES[4]
     with jax.disable_jit():
@@ -170,6 +172,7 @@ def test_a_linear_operation_without_jit():
     assert_close(got, case.expected(), case.tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "schedule"), [(DELTA[4], "chunked"), (DELTA[1], "recurrent"), (delta("no-tokens", time=0), "chunked")]
 )

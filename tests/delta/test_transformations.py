@@ -73,6 +73,7 @@ def test_vmap_outside_the_gradient_and_over_offsets():
         assert all(relative_rms(got[name][i], want[name]) < 1e-5 for name in arrays)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "cfg", "outer"),
     [(CASE, CHUNKED, (jax.grad, jax.jacfwd)), (PACKED, RECURRENT, (jax.jacfwd,))],

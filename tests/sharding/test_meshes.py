@@ -28,6 +28,6 @@ def found():
 
 
 @pytest.mark.parametrize("name", list(checks()))
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_eight_devices(found, name):
     assert not found[name], found[name]

@@ -1,4 +1,4 @@
-"""Prints, for each kernel of softmax attention with a mask, and with a bias, on Hopper, how many loads of tiles its loops wait for.
+"""Prints for each kernel of softmax attention, with a mask and with a bias, how many loads of tiles its loops wait for.
 
 What Triton copies ahead is no `tt.load` in a loop's body any more. Run in a process of its own, where kernels are compiled.
 """

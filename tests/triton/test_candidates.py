@@ -85,6 +85,7 @@ def test_candidates_are_few_distinct_and_legal(size, gates):
     assert all(TRITON.refuses(call, cfg) is None and cfg.platform == "triton" for cfg in found)
 
 
+@pytest.mark.long
 def test_candidates_compile():
     """Those of the gate with the largest tiles; of all calls: python -m benchmarks.triton_resources --candidates"""
     text = outside("-m", "benchmarks.triton_resources", "--candidates", "--json", "--capability", "90", "--calls", "gk")

@@ -1,6 +1,7 @@
 """How packed calls are cut into chunks and segments."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
+from ejkernel.kernels._triton.linear import _solve
 from ejkernel.kernels._triton.linear._chunks import LENGTH_CLASSES, Chunks, Segments, owner
 from ejkernel.kernels._triton.linear._plan import Plan
 
@@ -68,3 +70,16 @@ def test_sequences_are_split_while_programs_are_few(programs, segments):
 def test_owner(limit):
     first = jnp.asarray([0, 2, 2, 5, 9])
     np.testing.assert_array_equal(owner(first, jnp.arange(11), limit), [0, 0, 2, 2, 2, 3, 3, 3, 3, 3, 3])
+
+
+@pytest.mark.parametrize("compare_all", [1 << 22, 1])
+def test_gradients_per_sequence(compare_all, monkeypatch):
+    """Sums over packed sequences, empty ones among them, few or many: nothing of one reaches another."""
+    monkeypatch.setattr(_solve, "COMPARE_ALL", compare_all)
+    offsets = np.array([0, 5, 5, 300, 301, 1000, 1000], np.int32)
+    x = np.random.default_rng(0).standard_normal((1, 1000, 3), np.float32)
+    x[0, 300] = np.nan
+    got = np.asarray(_solve._per_sequence(jnp.asarray(x), jnp.asarray(offsets)))
+    want = np.stack([x[0, a:b].astype(np.float64).sum(0) for a, b in itertools.pairwise(offsets)])
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

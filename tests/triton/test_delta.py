@@ -16,11 +16,10 @@ from ejkernel._device import Device, device_of
 from ejkernel.kernels._delta import DeltaProblem, GatedDeltaRuleConfig
 from ejkernel.kernels._triton import gated_delta_rule
 from ejkernel.kernels._triton._recurrence import MAX_STEPS, MOST
+from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
 from ejkernel.kernels._triton.gated_delta_rule._platform import TritonDeltaRule
 from ejkernel.kernels._triton.gated_delta_rule.routes import ROUTES, route_of
-from ejkernel.kernels._triton.linear._chunks import Chunks, Segments
 from ejkernel.kernels._triton.linear._launches import arrays_of, launches
-from ejkernel.kernels._triton.linear._plan import Plan
 from ejkernel.testing.compare import LINEAR_TOLERANCES, assert_close, relative_rms
 from ejkernel.testing.delta_cases import CASES, DeltaCase
 
@@ -87,26 +86,32 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize("case", SPLIT, ids=str)
+@pytest.mark.parametrize("case", [SPLIT[0], *(pytest.param(case, marks=pytest.mark.long) for case in SPLIT[1:])], ids=str)
 def test_sequences_in_segments(case, monkeypatch):
     """As a call with too few sequences and heads to fill a device is computed."""
-    segments = []
 
     def taken(self, problem, cfg):
-        plan = dataclasses.replace(Plan.of(problem, cfg), min_segment=1)
-        segments.append(Segments.of(Chunks.of(plan, *problem.shape[:2], problem.cu_seqlens), problem.sequences, 1))
-        return route_of(plan)
+        return route_of(dataclasses.replace(delta_plan(problem, cfg), segment=1))
 
     monkeypatch.setattr(TritonDeltaRule, "taken", taken)
     cfg = GatedDeltaRuleConfig("chunked", 64 if case.dtype == "bfloat16" else 16)
     assert_close(case.evaluate(functools.partial(gated_delta_rule, cfg=cfg)), *expected(case))
-    assert all(found.split for found in segments)
+
+
+def test_few_heads_are_scanned_in_segments():
+    """So that a device is filled; what the forward pass keeps of them has the batch's size, whatever a mesh makes of it."""
+    of = lambda **shape: DeltaCase("segments", heads=16, key_heads=16, value_channels=128, dtype="bfloat16", **shape).problem
+    length = lambda problem: delta_plan(problem, TRITON.heuristic(problem)).segment
+    assert length(of(batch=1, time=16384)) == 32
+    assert length(of(batch=8, time=2048)) == 32
+    assert length(of(batch=1, time=32768, lengths=(16384, 16384))) == 103  # of 514: one sequence might hold nearly all
 
 
 def test_interpreted_cases_exist():
     assert set(INTERPRETED) <= {case.name for case in CASES}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("gate", "dtype"), [("head", "bfloat16"), ("channel", "bfloat16"), ("channel", "float32")])
 def test_every_candidate_is_right(gate, dtype):
     sizes = {"key_channels": 128, "value_channels": 128, "time": 130} if ON_GPU else {"key_channels": 32, "value_channels": 32}
@@ -212,8 +217,8 @@ def test_every_call_has_one_route(gate):
         assert len(set(found)) == len(found) <= MOST
         for cfg in found:
             assert TRITON.refuses(call, cfg) is None, cfg
-        route = route_of(Plan.of(call, first))
-        assert route == route_of(Plan.of(call, first))
+        route = route_of(delta_plan(call, first))
+        assert route == route_of(delta_plan(call, first))
         chunked = "head gate" if gate != "channel" else "key gate" if dtype == "bfloat16" and T > 32 else "general"
         name = f"delta rule, {chunked}"
         assert route.name == (f"delta rule, decode step (gradient: {name})" if T <= MAX_STEPS else name)
@@ -224,7 +229,7 @@ def test_every_call_has_one_route(gate):
 
 def test_every_route_is_taken_by_some_call():
     found = {
-        type(route_of(Plan.of(c, TRITON.heuristic(c))))
+        type(route_of(delta_plan(c, TRITON.heuristic(c))))
         for c in (problem(g, 64, 64, T, d) for g in GATES for T in (1, 99) for d in ("bfloat16", "float32"))
     }
     assert found == set(ROUTES)

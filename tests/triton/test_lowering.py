@@ -58,7 +58,7 @@ def kernels(program: str) -> list[str]:
     return re.findall(r"stablehlo\.custom_call @triton_kernel_call_ffi.*", program)
 
 
-@pytest.mark.slow  # two minutes where Triton has not compiled these kernels before
+@pytest.mark.long  # two minutes where Triton has not compiled these kernels before
 @pytest.mark.parametrize(("operation", "least"), [("recurrent", 7), ("gla", 4), ("lightning", 3)])
 def test_operations_lower_to_triton_calls(programs, operation, least):
     assert len(kernels(programs[operation])) >= least

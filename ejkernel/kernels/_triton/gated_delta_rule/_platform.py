@@ -5,9 +5,9 @@ from __future__ import annotations
 from ejkernel.kernels._delta import DeltaProblem, GatedDeltaRuleConfig
 from ejkernel.kernels._linear.config import Schedule
 from ejkernel.kernels._triton._recurrence import MAX_STEPS, TritonRecurrence
+from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
 from ejkernel.kernels._triton.gated_delta_rule.routes import route_of
 from ejkernel.kernels._triton.linear._chunks import Array
-from ejkernel.kernels._triton.linear._plan import Plan
 from ejkernel.kernels._triton.linear.routes.route import Route
 
 
@@ -26,7 +26,7 @@ class TritonDeltaRule(TritonRecurrence[DeltaProblem, GatedDeltaRuleConfig]):
     rows = (16, 32, 64)
 
     def taken(self, problem: DeltaProblem, cfg: GatedDeltaRuleConfig) -> Route:
-        return route_of(Plan.of(problem, cfg))
+        return route_of(delta_plan(problem, cfg))
 
     def refuses(self, problem: DeltaProblem, cfg: GatedDeltaRuleConfig) -> str | None:
         if cfg.block_k is not None:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from ejkernel._device import Device, on_device
 from ejkernel.kernels._delta import DeltaProblem, GatedDeltaRuleConfig
+from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
 from ejkernel.kernels._triton.gated_delta_rule.routes import ROUTES, route_of
 from ejkernel.kernels._triton.linear._launches import DEVICES, routes_table
-from ejkernel.kernels._triton.linear._plan import Plan
 from ejkernel.kernels._triton.linear.routes.route import Route
 
 CALLS = (  # gate, tokens, dtype
@@ -39,4 +39,4 @@ def _call(gate: str, T: int, dtype: str) -> tuple[str, Route, DeltaProblem]:
         problem = DeltaProblem(**arrays)
     cfg = GatedDeltaRuleConfig("recurrent" if T == 1 else "chunked", 64 if dtype == "bfloat16" else 32)
     said = f"{gate}, {dtype}" + (f", T = {T}" if T == 1 else "")
-    return said, route_of(Plan.of(problem, cfg)), problem
+    return said, route_of(delta_plan(problem, cfg)), problem

@@ -80,12 +80,7 @@ class Segments:
     def of(cls, cut: Chunks, sequences: int, programs: int) -> Segments:
         """Args: programs: how many programs scan one segment of every sequence."""
         if cut.table is None:
-            wanted = max(1, min(PROGRAMS_TO_FILL // programs, MAX_SEGMENTS, cut.per_sequence // cut.plan.min_segment))
-            if programs >= ENOUGH_PROGRAMS:
-                wanted = 1
-            length = cdiv(cut.per_sequence, wanted)
-            per = cdiv(cut.per_sequence, length)
-            return cls(length, sequences * per, per, None)
+            return cls.dense(cut, sequences, length_to_fill(cut.per_sequence, programs, cut.plan.min_segment))
         # Packed lengths are not known here. One sequence may hold nearly all chunks, so segments are sized by the total.
         across = max(1, programs // sequences)
         # Uneven lengths leave programs idle at the end, so there are twice as many as fill the device.
@@ -93,11 +88,9 @@ class Segments:
         return cls.packed(cut, sequences, max(cut.plan.min_segment, cdiv(cut.count, wanted)))
 
     @classmethod
-    def whole(cls, cut: Chunks, sequences: int) -> Segments:
-        """One for each sequence."""
-        if cut.table is None:
-            return cls(cut.per_sequence, sequences, 1, None)
-        return cls.packed(cut, sequences, max(cut.count, 1))
+    def dense(cls, cut: Chunks, sequences: int, length: int) -> Segments:
+        per = cdiv(cut.per_sequence, length)
+        return cls(length, sequences * per, per, None)
 
     @classmethod
     def packed(cls, cut: Chunks, N: int, length: int) -> Segments:
@@ -132,6 +125,17 @@ class Segments:
     def arguments(self) -> dict[str, Any]:
         """What tells a kernel where its segment lies."""
         return {"segments": self.table, "NS": self.per_sequence, "SC": self.length}
+
+
+def length_to_fill(chunks: int, programs: int, least: int) -> int:
+    """Chunks per segment of sequences of so many, so that the device is filled.
+
+    Args:
+        programs: how many programs scan one segment of every sequence.
+        least: the shortest segment's.
+    """
+    wanted = max(1, min(PROGRAMS_TO_FILL // max(programs, 1), MAX_SEGMENTS, chunks // least))
+    return cdiv(chunks, 1 if programs >= ENOUGH_PROGRAMS else wanted)
 
 
 def starts(counts: Array, compare_all: int) -> Array:

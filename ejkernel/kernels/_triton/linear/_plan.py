@@ -50,6 +50,7 @@ class Plan:
         min_segment: chunks of the shortest segment that is worth its own programs; shorter ones cost more in their combination
             than they save.
         compare_all: comparisons that one small kernel does faster than a search or a running sum, which takes a dozen kernels.
+        segment: chunks of a segment, where backward passes need those of the forward pass, on every device of a mesh.
     """
 
     schedule: str
@@ -70,6 +71,7 @@ class Plan:
     weak_limit: float = WEAK_LIMIT
     min_segment: int = MIN_SEGMENT
     compare_all: int = COMPARE_ALL
+    segment: int | None = None
 
     @classmethod
     def of(cls, problem: Problem, cfg: RecurrenceConfig) -> Plan:

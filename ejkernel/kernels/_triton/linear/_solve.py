@@ -104,12 +104,20 @@ def gradients_along(
 
 
 def _per_sequence(dlog: Array, cu_seqlens: Array | None) -> Array:
-    """[N, H]: a gradient per token [B, T, H] summed over each sequence."""
+    """[N, H]: a gradient per token [B, T, H] summed over each sequence, in the same order every time (a scatter's is not)."""
     if cu_seqlens is None:
         return jnp.sum(dlog, 1)
-    tokens = jnp.arange(dlog.shape[1], dtype=cu_seqlens.dtype)
+    rows, (T, N) = dlog[0], (dlog.shape[1], cu_seqlens.shape[0] - 1)
+    tokens = jnp.arange(T, dtype=cu_seqlens.dtype)
     sequence = owner(cu_seqlens, tokens, COMPARE_ALL)
-    return jax.ops.segment_sum(dlog[0], sequence, num_segments=cu_seqlens.shape[0] - 1)
+    if N * T <= COMPARE_ALL:
+        own = sequence[None] == jnp.arange(N, dtype=sequence.dtype)[:, None]  # [N, T]
+        return jnp.sum(jnp.where(own[..., None], rows[None], 0), 1)
+    follows = jnp.concatenate([jnp.zeros(1, bool), sequence[1:] == sequence[:-1]])[:, None]
+    together = lambda a, b: (a[0] & b[0], jnp.where(b[0], a[1], 0) + b[1])
+    _, running = jax.lax.associative_scan(together, (follows, rows))  # sums since a sequence's first token
+    last = jnp.maximum(cu_seqlens[1:] - 1, 0)
+    return jnp.where((jnp.diff(cu_seqlens) > 0)[:, None], running[last], 0)
 
 
 def _reduced(grad: Array | None, x: Array) -> Array:

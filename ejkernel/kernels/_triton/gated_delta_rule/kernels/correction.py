@@ -54,7 +54,7 @@ def _at(i, j):
 @triton.jit
 def _products(
     q, k, token, rows, head, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, SIGN: tl.constexpr,
-    EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Blocks (i, j), j <= i < N, of k k^T and of q k^T for a chunk's rows of q and k [tokens, HK, K], one row of blocks after
     the other. Both in one turn over the channels: what a program waits for is memory, so all of it is asked for early."""
@@ -71,7 +71,7 @@ def _products(
             query = load_rows(q, token + SIGN * 16 * i, rows - 16 * i, head, c, HK, K, 16, BK, SIGN, EVEN)
             for j in tl.static_range(i + 1):
                 right = tl.trans(keys[j].to(DT))
-                of_keys = put(of_keys, _at(i, j), dot(keys[i], right, of_keys[_at(i, j)], DT, PREC))
+                of_keys = put(of_keys, _at(i, j), dot(keys[i], right, of_keys[_at(i, j)], DT, "ieee" if EXACT else PREC))
                 of_queries = put(of_queries, _at(i, j), dot(query, right, of_queries[_at(i, j)], DT, PREC))
     return of_keys, of_queries
 
@@ -164,7 +164,7 @@ def delta_correction(
                     one += tl.load(_block(M_low, index, i, j, C)).to(tl.float32)
                 blocks = blocks + (one,)
     else:
-        blocks, of_queries = _products(q, k, token, rows, kv, HK, K, BK, N, SIGN, EVEN, DT, PREC, STAGES)
+        blocks, of_queries = _products(q, k, token, rows, kv, HK, K, BK, N, SIGN, EVEN, DT, PREC, EXACT, STAGES)
         for i in tl.static_range(N):
             for j in tl.static_range(i + 1):
                 one = of_queries[_at(i, j)] * scale

@@ -15,7 +15,6 @@ from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.routes.route import Saved
 
-PACKED_PROGRAMS = 160  # a little more than an H200 has multiprocessors
 ROOMY = 200 << 10  # bytes of shared memory: an H100 has more, an A100 less
 
 
@@ -68,7 +67,7 @@ def _correction(call: Call, given: dict[str, Array | None], with_scores: bool) -
             "betas": shape((chunks.count, H, plan.C), np.float32),
         },
         kernel=delta_correction, grid=(chunks.count * H,), HK=heads(k), K=K, EXACT=plan.exact, num_warps=1, num_stages=1,
-        BK=tile(K, 64 if plan.bfloat16 else 32), STAGES=2 if plan.bfloat16 else 1, **call.constants(),
+        BK=tile(K, 64 if plan.bfloat16 else 16), STAGES=2 if plan.bfloat16 else 1, **call.constants(),
     )  # fmt: skip
 
 
@@ -110,16 +109,11 @@ def _arguments(call: Call, rows: Rows, correction: Correction, segments: Segment
 
 
 def _segments(call: Call) -> Segments:
-    """The same for all scans of a call: adjoints go back through the segments' transitions.
-
-    Packed sequences are cut only where one of them may hold nearly all chunks and leave the device to few programs: what a
-    segment's end costs here, where its transition is a matrix, is as much as scanning it.
-    """
-    tiles, chunks = cdiv(call.plan.V, 64), call.chunks
-    if chunks.table is None:
-        return call.segments(tiles)
-    most = cdiv(PACKED_PROGRAMS, call.dims[2] * tiles)  # segments, if one sequence had all chunks
-    return Segments.packed(chunks, call.sequences, max(call.plan.min_segment, cdiv(chunks.count, most)))
+    """The same for all scans of a call: adjoints go back through the segments' transitions."""
+    length = call.plan.segment
+    assert length is not None
+    cut = Segments.dense if call.chunks.table is None else Segments.packed
+    return cut(call.chunks, call.sequences, length)
 
 
 def _split(call: Call, segments: Segments) -> bool:
@@ -156,7 +150,7 @@ def _starts(
     if ends is None:
         return None
     plan, (_, _, H, K, V) = call.plan, call.dims
-    BV = tile(V, 32)
+    BV = tile(V, 32 if plan.bfloat16 and K <= 128 else 16)
     return triton_call(
         arguments={
             "begin": begin, "ends": ends, "transitions": transitions, "NT": call.chunks.per_sequence, **segments.arguments,
