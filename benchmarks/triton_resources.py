@@ -23,7 +23,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.testing.triton_calls import CALLS, DELTA_CALLS, EVERY, arguments, delta_arguments
+from ejkernel.testing.triton_calls import (
+    ATTENTION_CALLS,
+    CALLS,
+    DELTA_CALLS,
+    EVERY,
+    arguments,
+    attention_arguments,
+    delta_arguments,
+)
+
+_TILES = ("BA", "BB", "BD", "B2", "BK", "BM", "BN", "BV", "C")  # constants that are shown
 
 
 def resources(kernel: Any) -> dict[str, int]:
@@ -52,7 +62,7 @@ def kernels_of(function: Any, arguments: Any, capability: int) -> list[tuple[str
         everything = {**constants, **absent}
         asked = _compiled.compile_kernel(kernel, signature, tuple(sorted(everything.items())), options, capability)
         compiled = _compiled.compile_to_fit(kernel, signature, everything, options, capability)
-        tiles = " ".join(f"{k}={v}" for k, v in sorted(constants.items()) if k in ("BA", "BB", "BD", "B2", "BK", "BV", "C"))
+        tiles = " ".join(f"{k}={v}" for k, v in sorted(constants.items()) if k in _TILES)
         used = {**resources(compiled), "lowered": compiled is not asked}  # has fewer stages than it was to have
         seen.append((f"{kernel.fn.__name__}[{tiles}, {options.num_warps} warps]", used))
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
@@ -74,34 +84,43 @@ def report(capability: int, calls: list[str], every_candidate: bool = False) -> 
         every_candidate: with each configuration that the tuner would try, instead of the default alone.
     """
     from ejkernel.callib import compile_for
-    from ejkernel.kernels._delta import delta_problem
-    from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
-    from ejkernel.kernels._triton import gated_delta_rule, recurrent
-
-    def forward(arrays: Any, function: Any, cfg: Any) -> Any:
-        return function(**arrays, cfg=cfg)
-
-    def gradient(arrays: Any, function: Any, cfg: Any) -> Any:
-        loss = lambda a: sum(x.astype(jnp.float32).sum() for x in function(**a, cfg=cfg))
-        return jax.grad(loss)(arrays)
 
     for name in calls:
-        if name in DELTA_CALLS:
-            function: Any = gated_delta_rule
-            make: Any = delta_problem
-            arrays = delta_arguments(*DELTA_CALLS[name])
-        else:
-            function, make = recurrent, recurrent_problem
-            arrays = arguments(*CALLS.get(name, (("g", "gk", "gv", "g_gamma"), 128, 128, "bfloat16")))
-        if name == "decode":
-            arrays = {n: x if n == "g_gamma" else jax.ShapeDtypeStruct(_step(n, x.shape), x.dtype) for n, x in arrays.items()}
+        function, make, (arrays, others, options) = _call(name)
         with compile_for(capability):
-            problem = jax.eval_shape(lambda arrays, make=make: make(**arrays), arrays)
-        for cfg in function.implementation.candidates(problem)[: None if every_candidate else 1]:
-            way = forward if name.endswith(("decode", "forward")) else gradient
-            run = functools.partial(way, function=function, cfg=cfg)
-            for kernel, used in dict.fromkeys((k, tuple(u.items())) for k, u in kernels_of(run, (arrays,), capability)):
+            problem = jax.eval_shape(lambda a, b, make=make, options=options: make(**a, **b, **options), arrays, others)
+            tried = function.implementation.candidates(problem)[: None if every_candidate else 1]
+        for cfg in tried:
+            way = _forward if name.endswith(("decode", "forward")) else _gradient
+            run = functools.partial(way, function=functools.partial(function, cfg=cfg, **options))
+            for kernel, used in dict.fromkeys((k, tuple(u.items())) for k, u in kernels_of(run, (arrays, others), capability)):
                 yield {"capability": capability, "call": name, "kernel": kernel, **dict(used), "config": _changed(cfg)}
+
+
+def _forward(arrays: Any, others: Any, function: Any) -> Any:
+    return function(**arrays, **others)
+
+
+def _gradient(arrays: Any, others: Any, function: Any) -> Any:
+    loss = lambda a: sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(function(**a, **others)))
+    return jax.grad(loss)(arrays)
+
+
+def _call(name: str) -> tuple[Any, Any, Any]:
+    """(the platform's function, what makes a problem of its arguments, arrays and others and options)."""
+    from ejkernel.kernels._attention import AttentionProblem
+    from ejkernel.kernels._delta import delta_problem
+    from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
+    from ejkernel.kernels._triton import attention, gated_delta_rule, recurrent
+
+    if name in ATTENTION_CALLS:
+        return attention, AttentionProblem.from_arguments, attention_arguments(*ATTENTION_CALLS[name])
+    if name in DELTA_CALLS:
+        return gated_delta_rule, delta_problem, (delta_arguments(*DELTA_CALLS[name]), {}, {})
+    arrays = arguments(*CALLS.get(name, (("g", "gk", "gv", "g_gamma"), 128, 128, "bfloat16")))
+    if name == "decode":
+        arrays = {n: x if n == "g_gamma" else jax.ShapeDtypeStruct(_step(n, x.shape), x.dtype) for n, x in arrays.items()}
+    return recurrent, recurrent_problem, (arrays, {}, {})
 
 
 def _step(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -111,7 +130,7 @@ def _step(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _changed(cfg: Any) -> str:
     """The fields that are given."""
     tiles = ("block_q", "block_k", "block_d", "num_warps", "num_stages")
-    return " ".join(f"{n}={getattr(cfg, n)}" for n in ("schedule", *tiles) if getattr(cfg, n) is not None)
+    return " ".join(f"{n}={getattr(cfg, n)}" for n in ("schedule", *tiles) if getattr(cfg, n, None) is not None)
 
 
 def main() -> None:

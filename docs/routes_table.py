@@ -10,11 +10,13 @@ BEGIN, END = "<!-- routes -->\n", "<!-- /routes -->"
 
 def page(text: str) -> str:
     """The page with the tables as they are now."""
+    from ejkernel.kernels._triton.attention import _table as attention
     from ejkernel.kernels._triton.gated_delta_rule import _table as delta
     from ejkernel.kernels._triton.linear import _launches as linear
 
     before, _, following = text.partition(BEGIN)
-    tables = f"## Linear attention\n\n{linear.table()}\n## The delta rule\n\n{delta.table()}"
+    families = {"Linear attention": linear, "The delta rule": delta, "Softmax attention": attention}
+    tables = "\n".join(f"## {title}\n\n{family.table()}" for title, family in families.items())
     return f"{before}{BEGIN}\n{tables}\n{END}{following.partition(END)[2]}"
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
+
+from ejkernel.types.mask import MaskInfo
 
 CALLS = {  # name: (gates, K, V, dtype)
     "none": ((), 128, 128, "bfloat16"),
@@ -26,7 +30,44 @@ DELTA_CALLS: dict[str, tuple[str | None, int, int, str]] = {  # name: (gate, K, 
     "delta head float32": ("head", 128, 128, "float32"),
     "delta channel float32": ("channel", 64, 64, "float32"),
 }
-EVERY = [*CALLS, "decode", *DELTA_CALLS]
+ATTENTION_CALLS: dict[str, tuple[int, int, str, tuple[str, ...]]] = {  # name: (D, V, dtype, what else is given)
+    "attention": (128, 128, "bfloat16", ()),
+    "attention 64": (64, 64, "bfloat16", ("soft_cap", "sinks")),
+    "attention 256": (256, 256, "bfloat16", ()),
+    "attention everything": (128, 96, "float16", ("soft_cap", "sinks", "bias", "mask", "segments", "dropout", "scale")),
+    "attention float32": (64, 64, "float32", ("bias",)),
+    "attention decode": (128, 128, "bfloat16", ("segments", "one query")),
+}
+EVERY = [*CALLS, "decode", *DELTA_CALLS, *ATTENTION_CALLS]
+
+
+class AttentionArguments(NamedTuple):
+    """Arguments of `attention`: arrays as shapes, those that gradients are taken of apart, and everything else."""
+
+    arrays: dict[str, Any]
+    others: dict[str, Any]
+    options: dict[str, Any]
+
+
+def attention_arguments(D: int, V: int, dtype: str, given: tuple[str, ...]) -> AttentionArguments:
+    """Two rows of 1000 tokens, or of one over 8192 keys, four heads over two."""
+    decode = "one query" in given
+    B, S, H, Hkv = 2, 8192 if decode else 1000, 4, 2
+    T = 1 if decode else S
+    of = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
+    arrays = {"query": of(B, T, H, D), "key": of(B, S, Hkv, D), "value": of(B, S, Hkv, V)}
+    arrays |= {"bias": of(1, H, T, S)} if "bias" in given else {}
+    arrays |= {"softmax_aux": of(H, 1, dtype="float32")} if "sinks" in given else {}
+    arrays |= {"softmax_scale": of(dtype="float32")} if "scale" in given else {}
+    others: dict[str, Any] = {"attention_mask": of(B, 1, T, S, dtype="bool")} if "mask" in given else {}
+    if "segments" in given:
+        ids: dict[str, Any] = {"q_segment_ids": of(B, T, dtype="int32"), "kv_segment_ids": of(B, S, dtype="int32")}
+        others["mask_info"] = MaskInfo(**ids)
+    options: dict[str, Any] = {"causal": not decode, "dtype": None, "return_weights": False}
+    options |= {"logits_soft_cap": 50.0} if "soft_cap" in given else {}
+    if "dropout" in given:
+        options |= {"deterministic": False, "dropout_prob": 0.1, "dropout_rng": jax.random.key(0)}
+    return AttentionArguments(arrays, others, options)
 
 
 def delta_arguments(gate: str | None, K: int, V: int, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:

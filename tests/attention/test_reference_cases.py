@@ -36,6 +36,7 @@ DIRECT = {
 
 SCHEDULES = {
     "xla": [AttentionConfig("direct"), AttentionConfig(block_q=16, block_k=24)],
+    "triton": [AttentionConfig("flash")],
 }
 
 

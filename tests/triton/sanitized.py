@@ -30,9 +30,10 @@ from ejkernel.callib import shared_memory_of
 from ejkernel.kernels import _triton
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._triton import gated_delta_rule, recurrent
+from ejkernel.kernels._triton import attention, gated_delta_rule, recurrent
 from ejkernel.kernels._triton.linear.kernels.rows_scan import scan_rows_wide
 from ejkernel.kernels._triton.linear.routes.scans import WIDE_SHARED
+from ejkernel.testing.attention_cases import AttentionCase
 from ejkernel.testing.delta_cases import DeltaCase
 from tests.triton.linear_cases import Case
 
@@ -40,7 +41,7 @@ PACKED = (0, 5, 5, 70, 130)
 RESETS = "resets now and then"  # some chunks are weakly gated, others are not: both ways are watched
 _LONG, _SHORT = GatedDeltaRuleConfig("chunked", 64), GatedDeltaRuleConfig("chunked", 32)
 BF16: dict[str, Any] = {"dtype": "bfloat16", "gate_dtype": "bfloat16", "block_q": 64, "state": True}
-CASES: list[Case | DeltaRun] = [
+CASES: list[Case | DeltaRun | AttentionRun] = [
     Case((), shape=(1, 70, 2, 1, 40, 24), **BF16),
     Case((), shape=(1, 2100, 1, 1, 24, 40), **BF16),  # splits the sequence
     Case(("g",), shape=(1, 70, 2, 1, 100, 36), block_q=32, state=True),
@@ -92,6 +93,40 @@ CASES += [
 ]
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionRun:
+    """A case of softmax attention with the parts of `Case` that are used here."""
+
+    case: AttentionCase
+    cu_seqlens: None = None
+
+    def __str__(self) -> str:
+        return f"attention {self.case}"
+
+    def arrays(self) -> dict[str, jax.Array]:
+        with jax.ensure_compile_time_eval():
+            return self.case.arrays
+
+    def weights(self) -> tuple[np.ndarray]:
+        with jax.ensure_compile_time_eval():
+            return (np.asarray(self.case.d_output),)
+
+    def function(self, cu_seqlens: None, **arrays: jax.Array) -> tuple[jax.Array]:
+        with jax.ensure_compile_time_eval():
+            options = self.case.options
+        return (attention(**arrays, **options, return_weights=False)[0],)
+
+
+_ATTENTION: dict[str, Any] = {"q_len": 150, "kv_len": 170, "channels": 40, "value_channels": 24, "dtype": "bfloat16"}
+CASES += [
+    AttentionRun(AttentionCase("bias", bias=(1, "H", "T", "S"), causal=True, sinks=(1,), soft_cap=20.0, **_ATTENTION)),
+    AttentionRun(AttentionCase("mask and window", mask=2, window=(30, 9), dropout=0.1, bias=("B", 1, 1, "S"), **_ATTENTION)),
+    AttentionRun(AttentionCase("packed", segments="packed", causal=True, **{**_ATTENTION, "kv_len": 150})),
+    AttentionRun(AttentionCase("float32", bias=(1, "H", "T", 1), mask="keys", **{**_ATTENTION, "dtype": "float32"})),
+    AttentionRun(AttentionCase("decode", segments="decode", **{**_ATTENTION, "q_len": 3, "kv_len": 700})),
+]
+
+
 def kernels() -> set[str]:
     """The functions of the platform that are launched: those that ask which program they are."""
     found = set()
@@ -109,9 +144,11 @@ def name_of(kernel: Any) -> str:
     return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__qualname__}"
 
 
-def value_and_gradient(case: Case | DeltaRun) -> Any:
+def value_and_gradient(case: Case | DeltaRun | AttentionRun) -> Any:
     """Values and gradients of a case's loss."""
-    if isinstance(case, DeltaRun):
+    if isinstance(case, AttentionRun):
+        function: Any = case.function
+    elif isinstance(case, DeltaRun):
         function = functools.partial(gated_delta_rule, reverse=case.case.reverse, cfg=case.cfg)
     else:
         cfg = LinearConfig(schedule=case.schedule, block_q=case.block_q)
@@ -127,7 +164,7 @@ def value_and_gradient(case: Case | DeltaRun) -> Any:
     return run
 
 
-def arguments(case: Case | DeltaRun) -> tuple[Any, Any, Any]:
+def arguments(case: Case | DeltaRun | AttentionRun) -> tuple[Any, Any, Any]:
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         arrays = {name: np.asarray(x) for name, x in jax.jit(case.arrays)().items()}
     cu_seqlens = None if case.cu_seqlens is None else np.asarray(case.cu_seqlens, np.int32)

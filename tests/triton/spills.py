@@ -43,6 +43,12 @@ _DELTA = "0.72 ms on r1 of the delta rule for forward and gradient; no other til
 _DELTA_WIDE = "256 channels of the delta rule: not tuned, not measured"
 _DELTA_AHEAD = "by Triton 3.9 alone: 3.6, which was measured, spills nothing here"
 _DELTA_WEAK = "168 registers 0.55 ms on r1 of the delta rule; unlimited 0.66, 128 registers 0.75"
+_QUERY = "64,64 tiles, 4 warps, 2 stages 0.450 ms of softmax attention at (8, 2048, 16, 128); one stage 0.593, 128,64 0.536"
+_KEY = (
+    "32,64 tiles, 4 warps, 3 stages 0.611 ms of softmax attention at (8, 2048, 16, 128); 32,128 0.760, 64,128 1.00, 64,64 1.35"
+)
+_OPTIONS = "every option at once, with the tiles of the plain call: not measured"
+_WIDE = "256 channels of softmax attention: not tuned, not measured"
 
 SPILLS = [
     Spill(90, "g", "head_gate_scan", 72, "running sums: 0.104 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
@@ -146,6 +152,27 @@ SPILLS = [
     Spill(80, "delta channel float32", "delta_scan", 1488, _EXACT),
     Spill(80, "delta channel float32", "delta_adjoint_scan", 1280, _EXACT),
     Spill(80, "delta channel float32", "general_gated_axis", 696, _EXACT),
+    Spill(90, "attention", "flash_query_gradient", 64, _QUERY),
+    Spill(90, "attention", "flash_key_gradient", 104, _KEY),
+    Spill(90, "attention 256", "flash_forward", 96, _WIDE),
+    Spill(90, "attention 256", "flash_query_gradient", 480, _WIDE),
+    Spill(90, "attention 256", "flash_key_gradient", 328, _WIDE),
+    Spill(90, "attention everything", "flash_query_gradient", 264, _OPTIONS),
+    Spill(90, "attention everything", "flash_key_gradient", 256, _OPTIONS),
+    Spill(90, "attention everything", "flash_bias_gradient", 40, _OPTIONS),
+    Spill(90, "attention float32", "flash_forward", 72, _EXACT),
+    Spill(90, "attention float32", "flash_key_gradient", 152, _EXACT),
+    Spill(90, "attention float32", "flash_bias_gradient", 656, _EXACT),
+    Spill(80, "attention", "flash_forward", 64, _AMPERE),
+    Spill(80, "attention 64", "flash_key_gradient", 664, _AMPERE),
+    Spill(80, "attention 256", "flash_forward", 200, _AMPERE),
+    Spill(80, "attention 256", "flash_key_gradient", 200, _AMPERE),
+    Spill(80, "attention everything", "flash_forward", 96, _AMPERE),
+    Spill(80, "attention everything", "flash_key_gradient", 64, _AMPERE),
+    Spill(80, "attention everything", "flash_bias_gradient", 584, _AMPERE),
+    Spill(80, "attention float32", "flash_forward", 232, _EXACT),
+    Spill(80, "attention float32", "flash_key_gradient", 448, _EXACT),
+    Spill(80, "attention float32", "flash_bias_gradient", 624, _EXACT),
     Spill(90, "delta channel", "delta_scan", 96, _DELTA_AHEAD),
     Spill(90, "delta channel float32", "delta_segment_ends", 336, _EXACT),
     Spill(90, "delta channel wide", "delta_segment_starts", 680, _DELTA_WIDE),

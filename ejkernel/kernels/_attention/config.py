@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ejkernel._numbers import is_int
 from ejkernel.kernels._registry import as_backend, as_platform
 
-Schedule = Literal["direct", "blockwise", "fused"]
+Schedule = Literal["direct", "blockwise", "fused", "flash"]
 
 DEFAULT_BLOCK = 512
 
@@ -19,15 +19,20 @@ class AttentionConfig:
 
     Attributes:
         schedule: "direct" keeps all scores in memory; "blockwise" walks over key blocks with an online softmax and
-            recomputes scores for the gradient, in memory linear in the length; "fused" is the platform's own single kernel.
-        block_q: queries in a block; only "blockwise" has blocks (None there means 512).
+            recomputes scores for the gradient, in memory linear in the length; "fused" is the platform's own single kernel;
+            "flash" is the same as blocks in Triton kernels, for NVIDIA GPUs.
+        block_q: queries in a block; only "blockwise" and "flash" have blocks (None means 512, or what the kernel chooses).
         block_k: keys in a block, likewise.
-        platform: "xla" or "cuda"; "auto" takes the best one that supports the call.
+        num_warps: of "flash" alone: warps of a program; None: what the kernel chooses.
+        num_stages: of "flash" alone: loads in flight; None: as many as fit, up to what the kernel chooses.
+        platform: "xla", "cuda" or "triton"; "auto" takes the best one that supports the call.
         backend: the kind of device, "any" for the one JAX computes on.
 
     Example:
-        >>> AttentionConfig(block_q=128, block_k=256)
-        AttentionConfig(schedule='blockwise', block_q=128, block_k=256, platform='auto', backend='any')
+        >>> AttentionConfig(block_q=128).block_k
+        512
+        >>> AttentionConfig("flash", num_warps=8).block_k is None
+        True
         >>> AttentionConfig(schedule="direct").block_q is None
         True
     """
@@ -35,6 +40,8 @@ class AttentionConfig:
     schedule: Schedule = "blockwise"
     block_q: int | None = None
     block_k: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
     platform: str = "auto"
     backend: str = "any"
 
@@ -42,16 +49,21 @@ class AttentionConfig:
         if self.schedule not in get_args(Schedule):
             legal = ", ".join(map(repr, get_args(Schedule)))
             raise ValueError(f"schedule must be one of {legal}; got {self.schedule!r}.")
-        for name in ("block_q", "block_k"):
-            size = getattr(self, name)
-            if self.schedule != "blockwise":
-                if size is not None:
-                    raise ValueError(f"{name} must be None with schedule {self.schedule!r}, which has no blocks; got {size}.")
-            elif size is None:
-                object.__setattr__(self, name, DEFAULT_BLOCK)
-            elif not is_int(size) or size < 1:
-                raise ValueError(f"{name} must be an int of at least 1; got {size!r}.")
-            else:
-                object.__setattr__(self, name, int(size))
+        for name in ("block_q", "block_k", "num_warps", "num_stages"):
+            object.__setattr__(self, name, self._checked(name, getattr(self, name)))
         as_platform(self.platform)
         as_backend(self.backend)
+
+    def _checked(self, name: str, size: Any) -> int | None:
+        """A field that holds a size; None where it is the kernel's to choose."""
+        legal = ("blockwise", "flash") if name.startswith("block") else ("flash",)
+        if self.schedule not in legal:
+            if size is not None:
+                what = "blocks" if name.startswith("block") else name
+                raise ValueError(f"{name} must be None with schedule {self.schedule!r}, which has no {what}; got {size}.")
+            return None
+        if size is None:
+            return DEFAULT_BLOCK if self.schedule == "blockwise" else None
+        if not is_int(size) or size < 1:
+            raise ValueError(f"{name} must be an int of at least 1; got {size!r}.")
+        return int(size)

@@ -140,7 +140,7 @@ def attention(
         causal: keeps keys `j <= i`.
         sliding_window: `(left, right)` keeps keys `i - left <= j <= i + right`; an int w is `(w, w)`.
         return_weights: False returns the output alone.
-        platform: "xla", "cuda", or "auto" (as None): the best that supports the call here.
+        platform: "xla", "cuda", "triton", or "auto" (as None): the best that supports the call here.
         cfg: an explicit configuration, used as given.
 
     Returns:

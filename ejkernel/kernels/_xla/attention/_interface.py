@@ -36,8 +36,8 @@ class XlaAttention(Implementation[AttentionProblem, AttentionConfig]):
     """Direct or blockwise; takes every call."""
 
     def refuses(self, problem: AttentionProblem, cfg: AttentionConfig) -> str | None:
-        if cfg.schedule == "fused":
-            return "schedule 'fused' is a single kernel of another platform; xla has 'direct' and 'blockwise'"
+        if cfg.schedule in ("fused", "flash"):
+            return f"schedule {cfg.schedule!r} is of another platform's kernels; xla has 'direct' and 'blockwise'"
         return None
 
     def heuristic(self, problem: AttentionProblem) -> AttentionConfig:
