@@ -1,0 +1,1 @@
+"""What a mesh of devices needs: how the operations split over it."""
