@@ -74,7 +74,8 @@ def run_partitioned(
     spec_of = lambda output: PartitionSpec(*(found[role][1] if role in found else None for role in output))
     if by_hand:
         specs = {name: spec_of(roles[name]) for name in arrays}
-        return jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=tuple(map(spec_of, outputs)))(dict(arrays))
+        placed = {name: jax.sharding.reshard(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+        return jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=tuple(map(spec_of, outputs)))(placed)
     shardings = tuple(NamedSharding(mesh, spec_of(output)) for output in outputs)
     explicit = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit)
     return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)(dict(arrays))

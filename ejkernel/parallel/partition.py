@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ejkernel.callib import HostCallbacks, instead_of_launching
 
 Roles = tuple[str, ...]  # what each axis of an array is, such as ("batch", "time", "heads", "key channels")
-SPLIT = {"batch": "b", "heads": "h"}  # the roles of axes that may be split, and their letters in a rule
+SPLIT = ("batch", "heads")  # the roles of axes that may be split
 INSIDE = ""  # the role of an axis that is no argument's
 
 
@@ -133,33 +133,39 @@ class _Split:
         return sizes
 
     def rule(self, *_: Any) -> SdyShardingRule:
-        """For Shardy: axes of one role are split alike; every other axis has to do with itself alone."""
-        sizes: dict[str, int] = {}
-        whole: set[str] = set()
+        """For Shardy: axes of one role and size are split alike; every other axis has to do with itself alone.
+
+        Heads of query and key have different numbers, and a mesh axis that splits one may not split the other: such arrays are
+        not tied to each other here, but where the parts are chosen (`chosen`).
+        """
+        rows, whole = self.most["batch"], False
+        rests: dict[str, int] = {}
         numbers = itertools.count()
 
         def factor(size: int, role: str) -> Any:
+            nonlocal whole
             own = f"x{next(numbers)}"
             if self.most.get(role, 0) < 2:
                 return own
-            letter, rest = SPLIT[role], size // self.most[role]
-            if rest == 1:
-                whole.add(letter)
-                return letter
-            sizes[own], sizes[letter] = rest, self.most[role]
-            return CompoundFactor(letter, own)
+            if role == "heads":
+                return f"h{size}"
+            if size == rows:
+                whole = True
+                return "b"
+            rests[own] = size // rows
+            return CompoundFactor("b", own)  # such as chunks, in the order of the batch
 
         def mappings(shapes: Sequence[tuple[int, ...]], roles: Sequence[Roles]) -> tuple[ArrayMapping, ...]:
             return tuple(ArrayMapping(*map(factor, shape, own)) for shape, own in zip(shapes, roles, strict=True))
 
         made = mappings(self.arguments, self.axes.arguments), mappings(self.results, self.axes.results)
-        return SdyShardingRule(*made, **{name: size for name, size in sizes.items() if name not in whole})
+        return SdyShardingRule(*made, **rests, **({"b": rows} if rests and not whole else {}))
 
     def placed(self, mesh: Any, args: Sequence[Any]) -> tuple[list[NamedSharding], tuple[NamedSharding, ...]]:
         """How results and operands lie where each device computes its part."""
         given = [_axes_of(x) for x in args]
         split = self.chosen(mesh, given)
-        self.warn(mesh, given, split)
+        self.warn(given, split)
         place = lambda roles: NamedSharding(mesh, PartitionSpec(*(split.get(role) for role in roles)))
         return [place(roles) for roles in self.axes.results], tuple(place(roles) for roles in self.axes.arguments)
 
@@ -185,12 +191,14 @@ class _Split:
                 split[role] = axes
         return split
 
-    def warn(self, mesh: Any, given: Sequence[Sequence[tuple[str, ...]]], split: dict[str, tuple[str, ...]]) -> None:
+    def warn(self, given: Sequence[Sequence[tuple[str, ...]]], split: dict[str, tuple[str, ...]]) -> None:
+        found: dict[str, list[str]] = {}
         for name, roles, own in zip(self.axes.names, self.axes.arguments, given, strict=True):
             for role, axes in zip(roles, own, strict=True):
                 if role != INSIDE and set(axes) - set(split.get(role, ())):
-                    parts = math.prod(mesh.shape[axis] for axis in axes)
-                    _gathered(name, roles, role, parts, self.most.get(role))
+                    found.setdefault(role, []).append(name)
+        for role, names in found.items():
+            _gathered(role, names, self.most.get(role))
 
 
 def _axes_of(x: Any) -> list[tuple[str, ...]]:
@@ -200,21 +208,21 @@ def _axes_of(x: Any) -> list[tuple[str, ...]]:
     return named + [()] * (len(x.shape) - len(named))
 
 
-_given: set[tuple[str, str]] = set()
+_given: set[str] = set()
 _lock = threading.Lock()
 
 
-def _gathered(name: str, roles: Roles, role: str, parts: int, most: int | None) -> None:
-    """One warning for each argument and axis."""
+def _gathered(role: str, names: Sequence[str], most: int | None) -> None:
+    """One warning for each role, since arrays of one call, and of its gradient, are split alike."""
     with _lock:
-        if (name, role) in _given:
+        if role in _given:
             return
-        _given.add((name, role))
-    why = "which the kernels need whole" if most is None else f"which splits into {most} at most (whole groups of heads)"
-    where = ", ".join(f"'{SPLIT[own]}'" if own in SPLIT else "None" for own in roles)
+        _given.add(role)
+    why = "which the kernels need whole" if most is None else f"which can be split into {most} at most (whole groups of heads)"
     warnings.warn(
-        f"{name} [{', '.join(roles)}] is split into {parts} over its {role}, {why}: it is gathered on every device. Split "
-        f"batch and heads instead, as in PartitionSpec({where}); to split time, use sequence_axis inside jax.shard_map.",
+        f"{', '.join(dict.fromkeys(names))}: split over {role}, {why}, and so gathered on every device. Split batch and heads "
+        f"instead: [batch, time, heads, channels] as PartitionSpec('data', None, 'model'), states as PartitionSpec('data', "
+        f"'model'). To split time, call the operation inside jax.shard_map with sequence_axis.",
         GatheredWarning,
         stacklevel=2,
     )
