@@ -87,7 +87,7 @@ def split(
     assert len(said) == bool(warns), said
     assert all(word in said[0] for word in warns), said
     errors = jax.tree.map(lambda x, y: relative_rms(np.asarray(x), np.asarray(y)), got, want)
-    assert max(jax.tree.leaves(errors)) < 1e-5, errors
+    assert all(error < 1e-5 for error in jax.tree.leaves(errors)), errors
     first = jax.tree.leaves(got[0])[0]
     whole = specs["query"] if output is None else output
     assert first.sharding.is_equivalent_to(NamedSharding(mesh, whole), first.ndim), first.sharding
