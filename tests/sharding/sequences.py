@@ -5,6 +5,7 @@ Run as a program it prints what was found as JSON.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ejkernel._device import Device, on_device
 from ejkernel.modules import (
     GatedDeltaRuleConfig,
     RecurrentAttentionConfig,
@@ -124,6 +126,11 @@ def values_and_gradients(call: Callable[[Arrays], Any], arrays: Arrays) -> Any:
 
 def equal(case: Case, expected: dict[str, int] | None = None) -> None:
     """What a case gives split is what it gives whole; and the program sends what is expected."""
+    with on_device(Device("gpu", "NVIDIA H200", 90)) if case.platform == "triton" else contextlib.nullcontext():
+        compare(case, expected)
+
+
+def compare(case: Case, expected: dict[str, int] | None) -> None:
     arrays = case.arrays()
     run, mesh = case.split()
     whole = case.call()
@@ -154,14 +161,53 @@ XLA = {
 }
 
 
+TRITON = {  # interpreted, which is slow: few shards
+    "triton-channels-packed": Case("recurrent", ("g_gamma", "gk"), mesh=(1, 2, 1), lengths=LENGTHS, platform="triton"),
+    "triton-head-gate": Case("gla", ("g",), mesh=(1, 4, 1), resets=True, platform="triton", exchange="steps"),
+    "triton-delta": Case("delta", ("g",), mesh=(1, 2, 2), reverse=True, platform="triton"),
+}
+SENT = {  # states and, where they are the same on all shards, sums: of the final state, and of the initial state's gradient
+    "every-gate": {"all-gather": 2, "all-reduce": 2},
+    "every-gate-resets": {"collective-permute": 8, "all-reduce": 2},
+    "packed": {"all-gather": 2, "all-reduce": 2},
+    "delta": {"all-gather": 2, "all-reduce": 2},
+    "gla-channels-steps": {"collective-permute": 8, "all-reduce": 1},
+}
+
+
+def spoiled(case: Case) -> None:
+    """A sequence with a NaN, over several shards, leaves the others as they were, and those of its tokens that come before."""
+    arrays = case.arrays()
+    run, _ = case.split()
+    bad = {**arrays, "value": arrays["value"].at[0, 12].set(jnp.nan)}
+    call = jax.jit(functools.partial(values_and_gradients, run))
+    (output, final), grads = call(bad)
+    (want, want_final), want_grads = call(arrays)
+    others = np.r_[0:3, 22:TOKENS]
+    np.testing.assert_array_equal(output[0, others], want[0, others])
+    np.testing.assert_array_equal(output[0, 3:8], want[0, 3:8])
+    assert np.isnan(output[0, 13:22]).all()
+    np.testing.assert_array_equal(np.delete(final, 2, 0), np.delete(want_final, 2, 0))
+    for name in ("query", "key", "value"):
+        np.testing.assert_array_equal(grads[name][0, others], want_grads[name][0, others])
+
+
 def checks() -> dict[str, Callable[[], None]]:
-    return {name: functools.partial(equal, case) for name, case in XLA.items()}
+    made = {name: functools.partial(equal, case, SENT.get(name)) for name, case in (XLA | TRITON).items()}
+    for name, kind in (("linear", "gather"), ("delta", "steps")):
+        case = Case("recurrent" if name == "linear" else "delta", ("g",), lengths=LENGTHS, exchange=kind)
+        made[f"spoiled-{name}"] = functools.partial(spoiled, case)
+    return made
 
 
 def main() -> None:
     found = {}
     made = checks()
-    for name in sys.argv[1:] or made:
+    if set(sys.argv[1:]) & set(TRITON):
+        from tests.interpreter import quicken
+
+        quicken()
+    for name in sys.argv[1:]:
         try:
             made[name]()
             found[name] = ""
