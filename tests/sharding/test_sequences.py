@@ -53,7 +53,7 @@ def test_an_axis_that_is_not_there():
 
 
 def test_offsets_are_those_of_the_whole_row():
-    mesh = jax.make_mesh((1,), ("sp",))
+    mesh = jax.make_mesh((1,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
     run = lambda offsets: jax.shard_map(
         lambda x: gla_attention(x, x, x, cu_seqlens=offsets, sequence_axis="sp"), mesh=mesh, in_specs=P(None, "sp"),
         out_specs=P(None, "sp"),
