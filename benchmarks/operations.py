@@ -7,8 +7,11 @@ import math
 import re
 
 _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-_FREE = frozenset(
-    ["parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape", "broadcast", "iota", "copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "gather", "while", "call", "fusion", "conditional", "custom-call", "after-all", "all-gather", "all-reduce", "collective-permute", "partition-id", "replica-id", "convert"]
+_FREE = (
+    frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape", "broadcast", "iota", "copy"})
+    | frozenset({"transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "gather", "convert"})
+    | frozenset({"while", "call", "fusion", "conditional", "custom-call", "after-all", "partition-id", "replica-id"})
+    | frozenset({"all-gather", "all-reduce", "collective-permute"})
 )
 
 

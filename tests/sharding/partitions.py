@@ -93,7 +93,7 @@ def split(
     assert first.sharding.is_equivalent_to(NamedSharding(mesh, whole), first.ndim), first.sharding
 
 
-TIME = "g, key, query, value: split over time", "PartitionSpec('data', None, 'model')", "sequence_axis"
+TIME = "key, query, value: split over time", "PartitionSpec('data', None, 'model')", "sequence_axis"
 GROUPS = "query: split over heads", "2 at most (whole groups of heads)"
 
 
@@ -110,25 +110,24 @@ def triton_checks() -> dict[str, Callable[[], None]]:
         g=(B, CHUNKS, H),
         initial_state=(B, H, K, V),
     )
-    g, explicit = linear(g=(B, T, H)), AxisType.Explicit
+    plain, explicit = linear(), AxisType.Explicit
     mapped = {name: jnp.stack([x, 0.5 * x, x, 0.9 * x]) for name, x in drawn(
         query=(2, T, 2, K), key=(2, T, 2, K), value=(2, T, 2, V), g=(2, T, 2)).items()}  # fmt: skip
-    over_time = {name: P(None, "b", "h") for name in g if name != "initial_state"}
+    over_time = {name: P(None, "b", "h") for name in plain if name != "initial_state"}
     one_group = drawn(query=(2, T, 8, K), key=(2, T, 2, K), value=(2, T, 2, V))
     return {
         "head-gate": lambda: split(run, chunks, SPLIT, {}),
-        "gates-per-channel": lambda: split(run, linear(gk=(B, T, H, K), gv=(B, T, HKV, V), g_gamma=(B, H)), SPLIT, {}),
-        "query-alone": lambda: split(run, linear(), {"query": TOKENS}, {"all-gather": 2}),  # gradients of what is whole
+        "gates-per-channel": lambda: split(run, linear(gk=(B, T, H, K), g_gamma=(B, H)), SPLIT, {}),
+        "query-alone": lambda: split(run, plain, {"query": TOKENS}, {"all-gather": 2}),  # gradients of what is whole
         "packed": lambda: split(run, packed(), HEADS, {}),
-        "delta": lambda: split(rule, delta(g=(B, T, H, K)), SPLIT, {}),
+        "delta": lambda: split(rule, delta(g=(B, T, H)), SPLIT, {}),
         "vmap": lambda: split(named(run), mapped, dict.fromkeys(mapped, P("b", None, None, "h")), {}),
-        "time": lambda: split(run, g, over_time, {"all-gather": 4}, warns=TIME, output=P(None, None, "h")),
+        "time": lambda: split(run, plain, over_time, {"all-gather": 3}, warns=TIME, output=P(None, None, "h")),
         "part-of-a-group": lambda: split(
             run, one_group, {"query": TOKENS}, {"all-gather": 3}, warns=GROUPS, sizes=(2, 4), output=TOKENS
         ),
         "explicit": lambda: split(run, linear(gk=(B, T, H, K)), SPLIT, {}, explicit),
-        "explicit-delta": lambda: split(rule, delta(g=(B, T, H)), SPLIT, {}, explicit),
-        "explicit-query-alone": lambda: split(run, linear(), {"query": TOKENS}, {"all-gather": 6}, explicit),
+        "explicit-query-alone": lambda: split(run, plain, {"query": TOKENS}, {"all-gather": 6}, explicit),
     }
 
 
@@ -140,18 +139,14 @@ def xla_checks() -> dict[str, Callable[[], None]]:
     sinks = {"all-reduce": 1}  # the gradient of the sinks, which all rows of the batch have in common
     return {
         "xla-head-gate": lambda: split(run, linear(g=(B, T, H)), SPLIT, {}),
-        "xla-gates-per-channel": lambda: split(run, linear(gk=(B, T, H, K), gv=(B, T, HKV, V)), SPLIT, {}),
-        "xla-packed": lambda: split(run, packed(), HEADS, {}),
         "xla-delta": lambda: split(rule, delta(g=(B, T, H, K)), SPLIT, {}),
         "xla-attention-blockwise": lambda: split(attend(AttentionConfig(block_q=8, block_k=8)), soft, SPLIT, sinks),
-        "xla-attention-direct": lambda: split(attend(AttentionConfig("direct")), soft, SPLIT, sinks),
     }
 
 
 NAMES = (
     "head-gate", "gates-per-channel", "query-alone", "packed", "delta", "vmap", "time", "part-of-a-group", "explicit",
-    "explicit-delta", "explicit-query-alone", "xla-head-gate", "xla-gates-per-channel", "xla-packed",
-    "xla-delta", "xla-attention-blockwise", "xla-attention-direct",
+    "explicit-query-alone", "xla-head-gate", "xla-delta", "xla-attention-blockwise",
 )  # fmt: skip
 
 

@@ -145,33 +145,25 @@ def compare(case: Case, expected: dict[str, int] | None) -> None:
 
 
 XLA = {
-    "no-gate": Case("recurrent"),
-    "every-gate": Case("recurrent", ("g", "g_gamma", "gk", "gv"), mesh=(2, 4, 1)),
-    "every-gate-resets": Case("recurrent", ("g", "gk", "gv"), resets=True, exchange="steps"),
+    "no-gate": Case("recurrent", state=False),
+    "every-gate": Case("recurrent", ("g", "gk", "gv"), mesh=(2, 4, 1), resets=True, exchange="steps"),
     "gla-reverse": Case("gla", ("g",), reverse=True, mesh=(1, 4, 2)),
-    "gla-channels-steps": Case("gla", ("g4",), reverse=True, exchange="steps", state=False),
     "lightning": Case("lightning", check=False),
     "packed": Case("recurrent", ("g", "g_gamma", "gk", "gv"), lengths=LENGTHS, resets=True),
     "packed-steps-reverse": Case("recurrent", ("g_gamma", "gk"), lengths=LENGTHS, exchange="steps", reverse=True, check=False),
-    "delta": Case("delta", mesh=(2, 4, 1)),
-    "delta-head-gate": Case("delta", ("g",), resets=True, reverse=True, exchange="steps"),
+    "delta-head-gate": Case("delta", ("g",), mesh=(2, 4, 1), resets=True, reverse=True, exchange="steps"),
     "delta-channels": Case("delta", ("g4",), mesh=(1, 4, 2), resets=True, check=False),
-    "delta-packed": Case("delta", ("g4",), lengths=LENGTHS, reverse=True),
-    "delta-packed-steps": Case("delta", ("g",), lengths=LENGTHS, exchange="steps", state=False),
+    "delta-packed": Case("delta", lengths=LENGTHS, exchange="steps"),
 }
-
-
 TRITON = {  # interpreted, which is slow: few shards
     "triton-channels-packed": Case("recurrent", ("g_gamma", "gk"), mesh=(1, 2, 1), lengths=LENGTHS, platform="triton"),
-    "triton-head-gate": Case("gla", ("g",), mesh=(1, 4, 1), resets=True, platform="triton", exchange="steps"),
-    "triton-delta": Case("delta", ("g",), mesh=(1, 2, 2), reverse=True, platform="triton"),
+    "triton-delta": Case("delta", ("g",), mesh=(1, 2, 2), reverse=True, resets=True, platform="triton"),
 }
 SENT = {  # states and, where they are the same on all shards, sums: of the final state, and of the initial state's gradient
-    "every-gate": {"all-gather": 2, "all-reduce": 2},
-    "every-gate-resets": {"collective-permute": 8, "all-reduce": 2},
+    "no-gate": {"all-gather": 2, "all-reduce": 1},
+    "every-gate": {"collective-permute": 6, "all-reduce": 2},
     "packed": {"all-gather": 2, "all-reduce": 2},
-    "delta": {"all-gather": 2, "all-reduce": 2},
-    "gla-channels-steps": {"collective-permute": 8, "all-reduce": 1},
+    "delta-head-gate": {"collective-permute": 6, "all-reduce": 2},
 }
 
 

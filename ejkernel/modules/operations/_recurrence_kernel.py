@@ -14,7 +14,7 @@ from ejkernel.kernels._linear.checks import offsets, offsets_in_order
 from ejkernel.kernels._linear.config import RecurrenceConfig
 from ejkernel.kernels._linear.gates import ARGUMENTS, CONSTANT, PER_TOKEN
 from ejkernel.kernels._linear.problem import DECODED_TOKENS
-from ejkernel.modules._registry_kernel import RegistryKernel
+from ejkernel.modules._registry_kernel import CHOSEN_ALREADY, RegistryKernel
 from ejkernel.ops import Invocation
 from ejkernel.ops.kernel import named_arguments
 from ejkernel.parallel.exchange import axis_size
@@ -41,11 +41,11 @@ class RecurrenceKernel(RegistryKernel[RecurrenceConfig, Any]):
         return found if as_flag("return_state", named["return_state"]) else found[0]
 
     def run(self, *args: Any, cfg: RecurrenceConfig, **kwargs: Any) -> Any:
+        self.signature.check_config(cfg, CHOSEN_ALREADY)
         named = named_arguments(self, args, kwargs)
-        axis = named["sequence_axis"]
-        if axis is not None:
+        if named["sequence_axis"] is not None:
             return self._run_split(named, cfg)
-        if cfg is not None and getattr(cfg, "exchange", None) is not None:
+        if cfg.exchange is not None:
             raise ValueError(f"exchange must be None where no sequence_axis splits time; got {cfg.exchange!r}.")
         return super().run(*args, cfg=cfg, **kwargs)
 
@@ -53,7 +53,6 @@ class RecurrenceKernel(RegistryKernel[RecurrenceConfig, Any]):
         """A call whose time is split over a mesh axis."""
         from ejkernel.parallel import local_offsets, over_sequence_axis
 
-        self.signature.check_config(cfg)
         axis, offsets_given = named["sequence_axis"], named["cu_seqlens"]
         given = {name: x for name, x in named.items() if name not in self.not_of_the_problem}
         if offsets_given is not None:
