@@ -15,8 +15,11 @@ _FREE = (
 )
 
 
-def counted(text: str) -> float:
-    """All operations of a program on one device: a product of two numbers and its sum are two, any other one."""
+def counted(text: str, trips_else: int = 0) -> float:
+    """All operations of a program on one device: a product of two numbers and its sum are two, any other one.
+
+    trips_else: of loops whose length the program does not say.
+    """
     bodies: dict[str, list[str]] = {}
     entry, name = "", ""
     for line in text.splitlines():
@@ -38,11 +41,12 @@ def counted(text: str) -> float:
             shapes[name] = _shape(kind)
             total += _own(operation, rest, shapes, name)
             called = re.findall(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)", rest)
-            times = int(trips[1]) if (trips := re.search(r'known_trip_count":\{"n":"(\d+)"', rest)) else 1
+            said = re.search(r'known_trip_count":\{"n":"(\d+)"', rest) if operation == "while" else None
+            times = int(said[1]) if said else trips_else if operation == "while" else 1
             if operation in ("while", "call", "fusion", "conditional"):
                 total += times * sum(of(each) for each in called)
-            if operation == "while":
-                pass
+            if operation == "while" and not times:
+                raise ValueError(f"a loop of unknown length: {line[:200]}")
         return total
 
     return of(entry)

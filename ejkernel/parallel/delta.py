@@ -56,7 +56,7 @@ class DeltaShard:
         return self.solved(self._call(arrays, local))
 
     def _call(self, arrays: Arrays, local: Array | None) -> DeltaProblem:
-        named = {("g" if name == "gk" else name): x for name, x in arrays.items()}
+        named: dict[str, Any] = {("g" if name == "gk" else name): x for name, x in arrays.items()}
         return dataclasses.replace(self.problem, **named, cu_seqlens=local)
 
     def summary(self, arrays: Arrays, places: Places | None) -> tuple[Array, Array, Kept]:

@@ -53,8 +53,8 @@ class LinearShard:
     maps = DecayMaps()
 
     def solve(self, arrays: Arrays, local: Array | None) -> tuple[Array, Array]:
-        output, final = self.solved(dataclasses.replace(self.problem, **arrays, cu_seqlens=local))
-        return output, final
+        given: dict[str, Any] = {**arrays, "cu_seqlens": local}
+        return self.solved(dataclasses.replace(self.problem, **given))
 
     def corrected(self, kept: Any, S: Array, places: Places | None) -> None:
         return None
@@ -63,8 +63,7 @@ class LinearShard:
         rows, columns = self._logs(arrays, places)
         leaving = None if places is None else places.of_leaving
         entering = None if places is None else places.of_entering
-        after = [self._towards_end(x) for x in (rows, columns)]
-        U = self._product(arrays["key"], arrays["value"], *after, leaving)
+        U = self._product(arrays["key"], arrays["value"], self._towards_end(rows), self._towards_end(columns), leaving)
         one = 1 + jnp.sum(arrays["query"][:, :0, :, :1].astype(self.problem.state_dtype), 1)  # [B, H, 1]; varies like all else
         M = self._decays(rows, columns, entering, one)
         if places is not None:
@@ -74,9 +73,10 @@ class LinearShard:
         return U, M, None
 
     def own_adjoint(self, arrays: Arrays, kept: None, doutput: Array, places: Places | None) -> Array:
-        before = [self._from_start(x) for x in self._logs(arrays, places)]
+        rows, columns = self._logs(arrays, places)
         entering = None if places is None else places.of_entering
-        return self.problem.scale * self._product(arrays["query"], doutput, *before, entering)
+        before = self._from_start(rows), self._from_start(columns)
+        return self.problem.scale * self._product(arrays["query"], doutput, before[0], before[1], entering)
 
     def _logs(self, arrays: Arrays, places: Places | None) -> tuple[Array | None, Array | None]:
         """Log decays of rows [B, T, Hkv, groups | 1, K | 1] and of columns, in the state's dtype; None: no decay."""

@@ -159,7 +159,8 @@ class _Split:
             return tuple(ArrayMapping(*map(factor, shape, own)) for shape, own in zip(shapes, roles, strict=True))
 
         made = mappings(self.arguments, self.axes.arguments), mappings(self.results, self.axes.results)
-        return SdyShardingRule(*made, **rests, **({"b": rows} if rests and not whole else {}))
+        sizes: dict[str, Any] = rests if whole or not rests else {**rests, "b": rows}
+        return SdyShardingRule(made[0], made[1], **sizes)
 
     def placed(self, mesh: Any, args: Sequence[Any]) -> tuple[list[NamedSharding], tuple[NamedSharding, ...]]:
         """How results and operands lie where each device computes its part."""

@@ -64,7 +64,9 @@ def _crossing(starts: Array, stops: Array, edge: Array) -> tuple[Array, Array]:
 class Family(Protocol):
     """What the exchange needs of a family. `arrays`: those of a call that have a gradient, with initial states."""
 
-    maps: Maps
+    @property
+    def maps(self) -> Maps:
+        """What its M are."""
 
     def solve(self, arrays: Arrays, local: Array | None) -> tuple[Array, Array]:
         """(output, final states) of the shard's own call."""

@@ -91,7 +91,7 @@ class Case:
         kind = GatedDeltaRuleConfig if self.delta else RecurrentAttentionConfig
         exchange = self.exchange if "sequence_axis" in options else None
         cfg = kind(block_q=16 if self.platform == "triton" else 4, platform=self.platform, exchange=exchange)
-        operations = {
+        operations: dict[str, Any] = {
             "recurrent": recurrent_attention, "gla": gla_attention, "delta": gated_delta_rule,
             "lightning": functools.partial(lightning_attention, layer_idx=1, num_layers=4),
         }  # fmt: skip

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from ejkernel._meshes import Roles, run_partitioned
+from ejkernel._meshes import run_partitioned
 from ejkernel.kernels._triton.linear._call import Call
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear.routes import Route
-from ejkernel.parallel.partition import Axes, partitioned, roles_of_results
+from ejkernel.parallel.partition import Axes, Roles, partitioned, roles_of_results
 
 ADVICE = (
     "A state goes through all tokens of a sequence and holds all channels of a head, so only batch and heads are split: gather "
