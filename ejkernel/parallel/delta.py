@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.kernels._delta import DeltaProblem
@@ -34,8 +35,21 @@ class MatrixMaps:
         return jnp.matmul(after, before, precision=lax.Precision.HIGHEST)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unrounded(DeltaProblem):
+    """A call whose outputs are terms of a sum: they stay in the state's dtype."""
+
+    @property
+    def output_dtype(self) -> np.dtype:
+        return self.state_dtype
+
+    def finish(self, output: Array) -> Array:
+        return output
+
+
 class Kept(NamedTuple):
-    """Of a shard's call without the state that comes in."""
+    """Of a shard's call without the state that comes in, in the state's dtype."""
 
     output: Array  # [B, T, H, V]
     readers: Array  # A [B, T, H, K]: what each output reads of the state that comes in
@@ -59,6 +73,10 @@ class DeltaShard:
         named: dict[str, Any] = {("g" if name == "gk" else name): x for name, x in arrays.items()}
         return dataclasses.replace(self.problem, **named, cu_seqlens=local)
 
+    def _unrounded(self, arrays: Arrays, local: Array | None) -> Unrounded:
+        call = self._call(arrays, local)
+        return Unrounded(**{field.name: getattr(call, field.name) for field in dataclasses.fields(call)})
+
     def summary(self, arrays: Arrays, places: Places | None) -> tuple[Array, Array, Kept]:
         made = self._from_nothing(arrays, places)
         if places is None:
@@ -77,12 +95,12 @@ class DeltaShard:
             state, eye, local = jnp.where(begins, state, 0), jnp.where(begins, 0, eye), places.local
         nothing = jnp.zeros_like(v, shape=(*v.shape[:-1], K)) + jnp.zeros_like(v[..., :1])
         join = lambda x, y: jnp.concatenate([x, y], -1)
-        call = self._call({**arrays, "value": join(v, nothing), "initial_state": join(state, eye)}, local)
-        if self.fits(call):
-            output, final = self.solved(call)
+        call = lambda value, state: self._unrounded({**arrays, "value": value, "initial_state": state}, local)
+        if self.fits(both := call(join(v, nothing), join(state, eye))):
+            output, final = self.solved(both)
             return Kept(output[..., :V], output[..., V:], final[..., :V], final[..., V:])
-        output, final = self.solved(self._call({**arrays, "initial_state": state}, local))
-        readers, maps = self.solved(self._call({**arrays, "value": nothing, "initial_state": eye}, local))
+        output, final = self.solved(call(v, state))
+        readers, maps = self.solved(call(nothing, eye))
         return Kept(output, readers, final, maps)
 
     def corrected(self, kept: Kept, S: Array, places: Places | None) -> tuple[Array, Array]:
@@ -92,17 +110,18 @@ class DeltaShard:
             read = jnp.where(places.of_entering[None, :, None, None], read, 0)
             enters = places.entered & (jnp.arange(more.shape[0]) == places.enters)
             more = jnp.where(enters[:, None, None, None], more, 0)
-        return (kept.output.astype(read.dtype) + read).astype(kept.output.dtype), kept.final + more
+        return (kept.output + read).astype(self.problem.output_dtype), kept.final + more
 
     def _read(self, readers: Array, S: Array) -> Array:
         exact = lax.Precision.HIGHEST
-        return jnp.einsum("bthk,bhkv->bthv", readers.astype(S.dtype), S, precision=exact)
+        return jnp.einsum("bthk,bhkv->bthv", readers, S, precision=exact)
 
-    def own_adjoint(self, arrays: Arrays, kept: Kept, doutput: Array, places: Places | None) -> Array:
-        dtype = self.problem.state_dtype
-        readers = kept.readers
+    def for_adjoint(self, kept: Kept) -> Array:
+        return kept.readers
+
+    def own_adjoint(self, arrays: Arrays, readers: Array, doutput: Array, places: Places | None) -> Array:
         if places is not None:  # both, since 0 times a NaN of another sequence is a NaN
             here = places.of_entering[None, :, None, None]
             readers, doutput = jnp.where(here, readers, 0), jnp.where(here, doutput, 0)
         exact: Any = lax.Precision.HIGHEST
-        return jnp.einsum("bthk,bthv->bhkv", readers.astype(dtype), doutput.astype(dtype), precision=exact)
+        return jnp.einsum("bthk,bthv->bhkv", readers, doutput.astype(readers.dtype), precision=exact)

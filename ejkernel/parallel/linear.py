@@ -72,6 +72,9 @@ class LinearShard:
             U = U + jnp.where(starts, whole.times(arrays["initial_state"][places.leaves][None]), 0)
         return U, M, None
 
+    def for_adjoint(self, kept: None) -> None:
+        return None
+
     def own_adjoint(self, arrays: Arrays, kept: None, doutput: Array, places: Places | None) -> Array:
         rows, columns = self._logs(arrays, places)
         entering = None if places is None else places.of_entering

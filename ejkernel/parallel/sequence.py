@@ -77,6 +77,9 @@ class Family(Protocol):
     def corrected(self, kept: Any, S: Array, places: Places | None) -> tuple[Array, Array] | None:
         """What `solve` would give from the state S that came in, where the summary made it on its way; None elsewhere."""
 
+    def for_adjoint(self, kept: Any) -> Any:
+        """What `own_adjoint` needs of the summary."""
+
     def own_adjoint(self, arrays: Arrays, kept: Any, doutput: Array, places: Places | None) -> Array:
         """The adjoint of the state that comes in, through the outputs of this shard."""
 
@@ -130,7 +133,7 @@ class _Split:
             found, pull = jax.vjp(solve, given) if keep else (solve(given), None)
         output, final = found
         ends = shards.index == shards.count - 1 if places is None else places.ends[:, None, None, None]
-        return (output, jnp.where(ends, final, 0)), (arrays, offsets, S, M, kept, maps, pull)
+        return (output, jnp.where(ends, final, 0)), (arrays, offsets, S, M, family.for_adjoint(kept), maps, pull)
 
     def backward(self, residuals: Any, doutput: Array, dfinal: Array) -> Any:
         """dfinal: of the whole sequences, the same on all shards."""
