@@ -55,8 +55,8 @@ def partitioned(function: Callable[[Any], Any], args: Any, axes: Callable[[], Ax
         axes: what the axes are; asked for only when the program is lowered for several devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if AxisType.Manual in mesh.axis_types or (mesh.empty and jax.device_count() == 1):
-        return function(args)  # inside `shard_map`, or on one device, there is nothing to split
+    if set(mesh.axis_types) & {AxisType.Manual, AxisType.Explicit} or (mesh.empty and jax.device_count() == 1):
+        return function(args)  # inside `shard_map`, where types say how arrays are split, or on one device
     leaves, tree = jax.tree.flatten(args)
     results: list[Any] = []
 
