@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test test-long test-fast test-pythons run-fast lint typecheck docs demo test-gpu sanitize-gpu clean
+.PHONY: setup test test-long test-fast test-pythons run-fast lint typecheck docs demo several-devices test-gpu sanitize-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -49,6 +49,10 @@ test-pythons: setup
 
 demo: setup
 	$(BIN)/ejkernel bench --summary --lengths 256,1024,4096 --seconds 0.3 --plot demo.png
+
+# A training step over 8 simulated devices, and the memory of one device against the length of a sequence, as a picture.
+several-devices: setup
+	$(BIN)/python -m examples.several_devices --plot several_devices.png
 
 # On a machine with a GPU, with the Python that has its CUDA plugin: make test-gpu PYTHON=python3
 test-gpu:

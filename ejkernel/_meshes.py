@@ -42,6 +42,7 @@ def run_partitioned(
     outputs: Sequence[Roles],
     free: Sequence[str],
     advice: str,
+    by_hand: bool = False,
 ) -> Any:
     """`function(arrays)`, a tuple of arrays, on a mesh with or without explicit axes.
 
@@ -50,6 +51,8 @@ def run_partitioned(
         outputs: the same of each output.
         free: the axes that may be split.
         advice: what to do instead of splitting another axis, for the error.
+        by_hand: give the function each device's part (`jax.shard_map`), instead of leaving the explicit axes to XLA's
+            partitioner, to which foreign kernels are opaque.
     """
     mesh = explicit_mesh(*arrays.values())
     if mesh is None:
@@ -69,6 +72,10 @@ def run_partitioned(
                     f"Use jax.sharding.reshard on one of them."
                 )
     spec_of = lambda output: PartitionSpec(*(found[role][1] if role in found else None for role in output))
+    if by_hand:
+        specs = {name: spec_of(roles[name]) for name in arrays}
+        placed = {name: jax.sharding.reshard(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+        return jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=tuple(map(spec_of, outputs)))(placed)
     shardings = tuple(NamedSharding(mesh, spec_of(output)) for output in outputs)
     explicit = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit)
     return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)(dict(arrays))

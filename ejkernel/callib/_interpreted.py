@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ejkernel.callib._compiled import _DTYPES
+from ejkernel.callib._parts import HostCallbacks, within_parts
 
 # The interpreter replaces parts of triton.language while a kernel runs; several devices, or calls in flight, must take turns.
 _one_at_a_time = threading.Lock()
@@ -87,7 +88,8 @@ def run(
         return tuple(results)
 
     arrays = [x for x in args if isinstance(x, jax.Array)]
-    return _on_host_p.bind(*arrays, on_host=on_host, outputs=tuple((x.shape, x.dtype) for x in outputs))
+    types = tuple((x.shape, x.dtype) for x in outputs)
+    return _on_host_p.bind(*arrays, on_host=on_host, outputs=types, parts=within_parts.get())
 
 
 # A callback of our own that hands over numpy memory. `jax.pure_callback` makes JAX arrays of it first, and until jax 0.12 it
@@ -105,11 +107,13 @@ def _eager(*arrays: Any, **params: Any) -> list[jax.Array]:
 
 
 @_on_host_p.def_abstract_eval
-def _types(*_: Any, on_host: Callable[..., Any], outputs: OutputTypes) -> list[Any]:
+def _types(*_: Any, on_host: Callable[..., Any], outputs: OutputTypes, parts: HostCallbacks | None) -> list[Any]:
     return [jax.core.ShapedArray(shape, dtype) for shape, dtype in outputs]
 
 
-def _lower(ctx: Any, *operands: Any, on_host: Callable[..., Any], outputs: OutputTypes) -> Any:
+def _lower(ctx: Any, *operands: Any, on_host: Callable[..., Any], outputs: OutputTypes, parts: HostCallbacks | None) -> Any:
+    if parts is not None:
+        return parts.lower(ctx, operands, on_host)
     results, _, _ = mlir.emit_python_callback(
         ctx, on_host, None, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=False, returns_token=False
     )

@@ -20,7 +20,7 @@ Cfg = TypeVar("Cfg")
 Out = TypeVar("Out")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_CHOSEN_ALREADY = " (with None, an executor or the operation's function chooses one)"
+CHOSEN_ALREADY = " (with None, an executor or the operation's function chooses one)"
 
 
 class RegistryKernel(Kernel[Cfg, Out]):
@@ -70,7 +70,7 @@ class RegistryKernel(Kernel[Cfg, Out]):
 
         `"auto"`: the best platform that supports the arguments it is called with.
         """
-        self.signature.check_config(cfg, _CHOSEN_ALREADY)
+        self.signature.check_config(cfg, CHOSEN_ALREADY)
         if as_platform(cfg.platform) is None:  # type: ignore[attr-defined]  # every configuration names one
             return functools.partial(self._best, cfg)
         return functools.partial(self.registry.get(self.op_id, cfg.platform, cfg.backend), cfg=cfg)  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ class RegistryKernel(Kernel[Cfg, Out]):
 
     def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
         """Computes the operation with a configuration; the arguments are those of the function that users call."""
-        self.signature.check_config(cfg, _CHOSEN_ALREADY)
+        self.signature.check_config(cfg, CHOSEN_ALREADY)
         named = named_arguments(self, args, kwargs)
         asked = as_platform(named["platform"])
         if asked is not None:

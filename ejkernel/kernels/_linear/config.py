@@ -9,6 +9,7 @@ from ejkernel._numbers import is_int
 from ejkernel.kernels._registry import as_backend, as_platform
 
 Schedule = Literal["chunked", "recurrent"]
+Exchange = Literal["gather", "steps"]
 MAX_BLOCK_Q = 1024
 TILE_FIELDS = {
     "block_k": (16, 32, 64, 128, 256, 512),
@@ -31,6 +32,8 @@ class RecurrenceConfig:
         num_warps, num_stages: warps per program and depth of its load pipeline, likewise.
         platform: the platform to run on; `"auto"` takes the best one that supports the call.
         backend: the kind of device, `"any"` for the one JAX computes on.
+        exchange: how states travel between devices where `sequence_axis` splits time: `"gather"` (each gets all summaries, one
+            collective) or `"steps"` (log2 of the devices exchanges of one summary); None: gather up to 16 devices.
     """
 
     schedule: Schedule = "chunked"
@@ -41,6 +44,7 @@ class RecurrenceConfig:
     block_d: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    exchange: Exchange | None = dataclasses.field(default=None, metadata={"optional": True})  # not in entries stored before
 
     def __post_init__(self) -> None:
         if self.schedule not in get_args(Schedule):
@@ -57,6 +61,8 @@ class RecurrenceConfig:
         for name, legal in TILE_FIELDS.items():
             if (value := getattr(self, name)) is not None and (type(value) is not int or value not in legal):
                 raise ValueError(f"{name} must be None or one of {', '.join(map(str, legal))}; got {value!r}.")
+        if self.exchange not in (None, *get_args(Exchange)):
+            raise ValueError(f"exchange must be None, 'gather' or 'steps'; got {self.exchange!r}.")
         as_platform(self.platform)
         as_backend(self.backend)
 
@@ -68,7 +74,7 @@ class LinearConfig(RecurrenceConfig):
     Example:
         >>> LinearConfig(schedule="chunked", block_q=32)
         LinearConfig(schedule='chunked', block_q=32, platform='auto', backend='any', block_k=None, block_d=None,
-                     num_warps=None, num_stages=None)
+                     num_warps=None, num_stages=None, exchange=None)
     """
 
     public_names: ClassVar[tuple[str, ...]] = ("RecurrentAttentionConfig", "GLAttentionConfig", "LightningAttentionConfig")

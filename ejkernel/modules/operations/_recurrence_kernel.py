@@ -14,8 +14,10 @@ from ejkernel.kernels._linear.checks import offsets, offsets_in_order
 from ejkernel.kernels._linear.config import RecurrenceConfig
 from ejkernel.kernels._linear.gates import ARGUMENTS, CONSTANT, PER_TOKEN
 from ejkernel.kernels._linear.problem import DECODED_TOKENS
-from ejkernel.modules._registry_kernel import RegistryKernel
+from ejkernel.modules._registry_kernel import CHOSEN_ALREADY, RegistryKernel
 from ejkernel.ops import Invocation
+from ejkernel.ops.kernel import named_arguments
+from ejkernel.parallel.exchange import axis_size
 
 
 class RecurrenceKernel(RegistryKernel[RecurrenceConfig, Any]):
@@ -26,7 +28,7 @@ class RecurrenceKernel(RegistryKernel[RecurrenceConfig, Any]):
         gates: those of its arguments that are log decays.
     """
 
-    not_of_the_problem = ("platform", "return_state")
+    not_of_the_problem = ("platform", "return_state", "sequence_axis")
     numbers = ("layer_idx", "num_layers")
     per_token: ClassVar[tuple[str, ...]] = ("query", "key", "value", *PER_TOKEN)
     gates: ClassVar[tuple[str, ...]] = ARGUMENTS
@@ -38,17 +40,40 @@ class RecurrenceKernel(RegistryKernel[RecurrenceConfig, Any]):
     def results(self, found: tuple[jax.Array, jax.Array], named: Mapping[str, Any]) -> Any:
         return found if as_flag("return_state", named["return_state"]) else found[0]
 
+    def run(self, *args: Any, cfg: RecurrenceConfig, **kwargs: Any) -> Any:
+        self.signature.check_config(cfg, CHOSEN_ALREADY)
+        named = named_arguments(self, args, kwargs)
+        if named["sequence_axis"] is not None:
+            return self._run_split(named, cfg)
+        if cfg.exchange is not None:
+            raise ValueError(f"exchange must be None where no sequence_axis splits time; got {cfg.exchange!r}.")
+        return super().run(*args, cfg=cfg, **kwargs)
+
+    def _run_split(self, named: dict[str, Any], cfg: RecurrenceConfig) -> Any:
+        """A call whose time is split over a mesh axis."""
+        from ejkernel.parallel import local_offsets, over_sequence_axis
+
+        axis, offsets_given = named["sequence_axis"], named["cu_seqlens"]
+        given = {name: x for name, x in named.items() if name not in self.not_of_the_problem}
+        if offsets_given is not None:
+            given["cu_seqlens"] = local_offsets(axis, offsets_given, _shape(named["query"])[-3])
+        problem = self.signature.problem(**given)
+        implementation = self._implementation(self._chosen(problem, named["platform"], cfg))
+        return self.results(over_sequence_axis(problem, implementation, cfg, axis, offsets_given), named)
+
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Offsets whose values are known are checked; a list of them becomes an array."""
         args, kwargs = super().prepare(args, kwargs)
         place = list(self.parameters().parameters).index("cu_seqlens")
         given = args[place] if len(args) > place else kwargs.get("cu_seqlens")
+        axis = kwargs.get("sequence_axis")
+        shards = 1 if axis is None else axis_size(axis)
         query = args[0] if args else kwargs.get("query")
         shape = _shape(query)
         if given is None or len(shape) < 3:
             return args, kwargs
         array = offsets(given)
-        offsets_in_order(array, shape[-3])
+        offsets_in_order(array, shards * shape[-3])
         if array is given:
             return args, kwargs
         if len(args) > place:
@@ -81,7 +106,7 @@ class RecurrenceKernel(RegistryKernel[RecurrenceConfig, Any]):
                 named[name] = gate(jax.random.fold_in(key, number), drawn.shape, drawn.dtype, axis)
         if (packed := named.get("cu_seqlens")) is not None:
             named["cu_seqlens"] = equal_offsets(tokens, packed.shape[0] - 1).astype(packed.dtype)
-        named = self.drawn(named)
+        named = {**self.drawn(named), "sequence_axis": None}  # what is measured is a shard's own call
         return tuple(named[name] for name in names[: len(args)]), {name: named[name] for name in kwargs}
 
     def drawn(self, named: dict[str, Any]) -> dict[str, Any]:

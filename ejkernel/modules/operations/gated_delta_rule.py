@@ -48,6 +48,7 @@ def gated_delta_rule(
     softmax_scale: float | Float[Array, ""] | None = None,
     reverse: bool = False,
     return_state: bool = False,
+    sequence_axis: str | None = None,
     platform: str | None = None,
     cfg: GatedDeltaRuleConfig | None = None,
 ) -> Float[Array, "*batch T H V"] | OutputAndState:
@@ -71,6 +72,8 @@ def gated_delta_rule(
             array (`jnp.float32(x)`) does not.
         reverse: run from the last token to the first.
         return_state: also return the state after the last step.
+        sequence_axis: inside `jax.shard_map`, the mesh axis that time is split over: each shard passes its own tokens, and the
+            result is that of the whole sequence ("Several devices" in the documentation).
         platform: `"xla"` or `"triton"`; `"auto"` or None takes the best that supports the call here.
         cfg: an explicit configuration, used as given.
 
@@ -88,5 +91,6 @@ def gated_delta_rule(
     """
     return default_executor()(
         GatedDeltaRule(), query, key, value, beta, g, initial_state, cu_seqlens, use_qk_l2norm=use_qk_l2norm,
-        softmax_scale=softmax_scale, reverse=reverse, return_state=return_state, platform=platform, _cfg=cfg,
+        softmax_scale=softmax_scale, reverse=reverse, return_state=return_state, sequence_axis=sequence_axis,
+        platform=platform, _cfg=cfg,
     )  # fmt: skip

@@ -33,6 +33,7 @@ def gla_attention(
     softmax_scale: float | Float[Array, ""] | None = None,
     reverse: bool = False,
     return_state: bool = False,
+    sequence_axis: str | None = None,
     platform: str | None = None,
     cfg: GLAttentionConfig | None = None,
 ) -> Float[Array, "*batch T H V"] | OutputAndState:
@@ -50,6 +51,8 @@ def gla_attention(
             array (`jnp.float32(x)`) does not.
         reverse: run from the last token to the first.
         return_state: also return the state after the last step.
+        sequence_axis: inside `jax.shard_map`, the mesh axis that time is split over: each shard passes its own tokens, and the
+            result is that of the whole sequence ("Several devices" in the documentation).
         platform: `"xla"`, `"triton"`, `"pallas"`, `"cuda"`; `"auto"` or None takes the best that supports the call here.
         cfg: an explicit configuration, used as given.
 
@@ -68,5 +71,5 @@ def gla_attention(
     """
     return default_executor()(
         GLAttention(), query, key, value, g, g_gamma, initial_state, cu_seqlens, softmax_scale=softmax_scale, reverse=reverse,
-        return_state=return_state, platform=platform, _cfg=cfg,
+        return_state=return_state, sequence_axis=sequence_axis, platform=platform, _cfg=cfg,
     )  # fmt: skip

@@ -62,7 +62,7 @@ def _to_json(value: Any, name: str) -> Any:
 
 
 def from_fields(cls: type, fields: Any) -> Any:
-    """The configuration of class `cls` with these fields.
+    """The configuration of class `cls` with these fields. Only those whose metadata says `optional` may be left away.
 
     Raises:
         ValueError: a field is unknown, missing or of the wrong type, or the class itself refuses the values.
@@ -72,7 +72,7 @@ def from_fields(cls: type, fields: Any) -> Any:
     if not isinstance(fields, Mapping):
         raise ValueError(f"expected the fields of {cls.__name__}, found {type(fields).__name__}")
     hints = _hints(cls)
-    unknown, missing = sorted(map(str, fields.keys() - hints.keys())), sorted(hints.keys() - fields.keys())
+    unknown, missing = sorted(map(str, fields.keys() - hints.keys())), sorted(hints.keys() - fields.keys() - _optional(cls))
     if unknown or missing:
         what = [f"unknown field {name!r}" for name in unknown] + [f"missing field {name!r}" for name in missing]
         raise ValueError(f"{cls.__name__} has {', '.join(what)}")
@@ -81,6 +81,12 @@ def from_fields(cls: type, fields: Any) -> Any:
         return cls(**values)
     except (TypeError, ValueError) as refusal:
         raise ValueError(f"{cls.__name__} refuses its fields: {refusal}") from None
+
+
+@functools.cache
+def _optional(cls: type) -> frozenset[str]:
+    """Fields that entries may lack, since they were stored before the class had them."""
+    return frozenset(field.name for field in dataclasses.fields(cls) if field.metadata.get("optional"))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from ejkernel._varying import vary, varying_axes
 from ejkernel.kernels._triton.linear._batching import foldable
 from ejkernel.kernels._triton.linear._call import Call
 from ejkernel.kernels._triton.linear._chunks import Array, owner
+from ejkernel.kernels._triton.linear._mesh import over_explicit_axes, split_backward, split_forward
 from ejkernel.kernels._triton.linear._plan import COMPARE_ALL
 from ejkernel.kernels._triton.linear._reverse_only import differentiable_once, not_differentiable
 from ejkernel.kernels._triton.linear.routes import Route
@@ -26,7 +27,11 @@ def solve_along(route: Route, arrays: dict[str, Array], cu_seqlens: Array | None
     # is the sum over the shards, which the array's own type asks for.
     axes = varying_axes(*arrays.values(), *(() if cu_seqlens is None else (cu_seqlens,)))
     arrays = {name: vary(x, axes) for name, x in arrays.items()}
-    return _solve(route, differentiable_once(arrays), None if cu_seqlens is None else vary(cu_seqlens, axes))
+    return over_explicit_axes(
+        lambda arrays, cu_seqlens: _solve(route, differentiable_once(arrays), cu_seqlens),
+        arrays,
+        None if cu_seqlens is None else vary(cu_seqlens, axes),
+    )
 
 
 @jax.tree_util.register_static
@@ -71,11 +76,7 @@ def _forward(
 ) -> tuple[Array, Array, dict[str, Any]]:
     """(output, final state, what the gradient starts from if it is to be kept)."""
 
-    def launch(arrays: dict[str, Array], cu_seqlens: Array | None) -> dict[str, Any]:
-        found = route.forward(Call.of(route.plan, arrays, cu_seqlens), keep)
-        return dict(zip(("output", "final", "saved"), found, strict=True))
-
-    results = foldable(launch, arrays=arrays, cu_seqlens=cu_seqlens)
+    results = foldable(split_forward(route, keep), arrays=arrays, cu_seqlens=cu_seqlens)
     return results["output"], results["final"], results["saved"]
 
 
@@ -84,7 +85,7 @@ def _backward(
     route: Route, arrays: dict[str, Array], cu_seqlens: Array | None, saved: dict[str, Any], doutput: Array,
     dfinal: Array | None,
 ) -> dict[str, Array]:  # fmt: skip
-    launch = functools.partial(gradients_along, route)
+    launch = split_backward(route, functools.partial(gradients_along, route))
     return foldable(launch, arrays=arrays, cu_seqlens=cu_seqlens, saved=saved, doutput=doutput, dfinal=dfinal)
 
 
