@@ -25,7 +25,7 @@ print(json.dumps({"errors": jax.tree.leaves(errors), "memory": [memory(512, 1), 
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_step_over_a_mesh():
     found = json.loads(outside("-c", PROGRAM, environment={"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}))
     assert all(error < 1e-4 for error in found["errors"]), found["errors"]

@@ -13,7 +13,11 @@ from tests.sharding.calls import checks
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(once):
+    return once("meshes", _run)
+
+
+def _run():
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.sharding.calls"],

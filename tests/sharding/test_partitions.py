@@ -16,12 +16,13 @@ EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_op
 
 
 @pytest.fixture(scope="module")
-def found():
-    return json.loads(outside("-m", "tests.sharding.partitions", environment={**EIGHT, "TRITON_INTERPRET": "1"}))
+def found(once):
+    variables = {**EIGHT, "TRITON_INTERPRET": "1"}
+    return once("partitions", lambda: json.loads(outside("-m", "tests.sharding.partitions", environment=variables)))
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.slow
+@pytest.mark.long
 def test_split_over_eight_devices(found, name):
     assert not found[name], found[name]
 

@@ -19,25 +19,26 @@ COMPILED = [name for name in checks() if name not in TRITON]
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    return json.loads(outside("-m", "tests.sharding.sequences", *COMPILED, environment=EIGHT))
+def compiled(once):
+    return once("sequences", lambda: json.loads(outside("-m", "tests.sharding.sequences", *COMPILED, environment=EIGHT)))
 
 
 @pytest.fixture(scope="module")
-def interpreted():
+def interpreted(once):
     pytest.importorskip("triton", reason="the triton platform needs Triton")
     variables = {**EIGHT, "TRITON_INTERPRET": "1"}
-    return json.loads(outside("-m", "tests.sharding.sequences", *TRITON, environment=variables))
+    run = lambda: json.loads(outside("-m", "tests.sharding.sequences", *TRITON, environment=variables))
+    return once("triton-sequences", run)
 
 
 @pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.slow
+@pytest.mark.long
 def test_split_along_time(compiled, name):
     assert not compiled[name], compiled[name]
 
 
 @pytest.mark.parametrize("name", TRITON)
-@pytest.mark.slow
+@pytest.mark.long
 def test_split_along_time_on_triton(interpreted, name):
     assert not interpreted[name], interpreted[name]
 

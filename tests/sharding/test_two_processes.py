@@ -43,7 +43,7 @@ def found(tmp_path_factory):
     return *(json.loads(output.strip().splitlines()[-1]) for output, _ in ended), folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_training_step_and_its_tuning(found):
     first, second, _ = found
     assert all(error < 1e-5 for error in first["errors"] + second["errors"]), (first, second)
@@ -54,7 +54,7 @@ def test_a_training_step_and_its_tuning(found):
     assert (first["stored"], second["stored"]) == (1, 0), "process 0 writes, and only process 0"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_is_gone_is_an_error_of_the_others(found):
     first, _, folder = found
     assert "closed by peer" in first["told"] or "reset by peer" in first["told"], first["told"]
