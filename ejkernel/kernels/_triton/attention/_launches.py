@@ -62,7 +62,9 @@ def forward(plan: Plan, arrays: Arrays, others: Others) -> tuple[Array, Array]:
 def backward(
     plan: Plan, arrays: Arrays, others: Others, output: Array, lse: Array, d_output: Array, *, bias: bool = True
 ) -> Arrays:
-    """The gradient of every array in its own dtype; that of the bias is 0 where `bias` says that it is not wanted."""
+    """Gradients of query, key, value and bias in their own dtypes; that of the bias is 0 where `bias` says that it is not
+    wanted. And delta [B, H, T], the rows' products of output and adjoint, and dscale [B, H, T] where the scale has a gradient:
+    what `shared_gradients` sums."""
     B, T, H, _ = arrays["query"].shape
     _, S, HK, DV = arrays["value"].shape
     options = plan.options(arrays, others)
@@ -87,16 +89,24 @@ def backward(
         arguments={**given, "ranges": table}, out_shape={"dk": _like(arrays["key"]), "dv": _like(arrays["value"])},
         kernel=flash_key_gradient, grid=cdiv(S, tiles.block_k) * HK * B, **_compiled(tiles), **options, **_of_table(table),
     )  # fmt: skip
-    grads = {"query": of_query["dq"], "key": of_key["dk"], "value": of_key["dv"]}
+    found = {"query": of_query["dq"], "key": of_key["dk"], "value": of_key["dv"], "delta": made["delta"]}
     if "bias" in arrays:
-        grads["bias"] = _bias_gradient(plan, arrays, given, options) if bias else jnp.zeros_like(arrays["bias"])
+        found["bias"] = _bias_gradient(plan, arrays, given, options) if bias else jnp.zeros_like(arrays["bias"])
+    if "traced_scale" in arrays:
+        found["dscale"] = of_query["dscale"]
+    return found
+
+
+def shared_gradients(plan: Plan, arrays: Arrays, lse: Array, found: Arrays) -> Arrays:
+    """The gradients of what all rows of the batch have in common, from what `backward` gave: sinks and the scale."""
+    grads = {}
     if "sinks" in arrays:
         sinks = arrays["sinks"]
         logit = sinks.astype(np.float32)[None, :, None]
         share = jnp.exp(logit - lse) if plan.exact else jnp.exp2(logit * np.float32(LOG2E) - lse)  # [B, H, T]
-        grads["sinks"] = -(share * made["delta"]).sum((0, 2)).astype(sinks.dtype)
+        grads["sinks"] = -(share * found["delta"]).sum((0, 2)).astype(sinks.dtype)
     if "traced_scale" in arrays:
-        grads["traced_scale"] = of_query["dscale"].sum().astype(arrays["traced_scale"].dtype)
+        grads["traced_scale"] = found["dscale"].sum().astype(arrays["traced_scale"].dtype)
     return grads
 
 

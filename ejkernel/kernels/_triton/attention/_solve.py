@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 
 from ejkernel.kernels._attention import AttentionProblem
 from ejkernel.kernels._attention.logits import alike_varying
-from ejkernel.kernels._triton.attention._launches import backward, forward
+from ejkernel.kernels._triton.attention._launches import backward, forward, shared_gradients
+from ejkernel.kernels._triton.attention._mesh import over_mesh, shares_bias
 from ejkernel.kernels._triton.attention._plan import Plan
 from ejkernel.kernels._triton.linear._reverse_only import differentiable_once, not_differentiable
 
@@ -74,11 +75,21 @@ class _Moves:
 # Jitted with the plan as a static argument, so that calls outside `jit` trace and compile once for each shape.
 @functools.partial(jax.jit, static_argnums=(0,))
 def _forward(plan: Plan, arrays: dict[str, Any], others: dict[str, Any]) -> tuple[Array, Array]:
-    return forward(plan, arrays, others)
+    launch = lambda args: dict(zip(("output", "lse"), forward(plan, args["arrays"], args["others"]), strict=True))
+    found = over_mesh(launch, {"arrays": arrays, "others": others}, ("lse", "output"))
+    return found["output"], found["lse"]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(
     plan: Plan, bias: bool, arrays: dict[str, Any], others: dict[str, Any], output: Array, lse: Array, d_output: Array
 ) -> dict[str, Any]:
-    return backward(plan, arrays, others, output, lse, d_output, bias=bias)
+    args = {"arrays": arrays, "others": others, "output": output, "lse": lse, "d_output": d_output}
+    launch = lambda args: backward(plan, **args, bias=bias)
+    results = sorted({"query", "key", "value", "delta"} | ({"bias"} & set(arrays)))
+    results += ["dscale"] if "traced_scale" in arrays else []
+    if bias and shares_bias(arrays):
+        found = launch(args)
+    else:
+        found = over_mesh(launch, args, tuple(sorted(results)))
+    return {name: found[name] for name in arrays if name in found} | shared_gradients(plan, arrays, lse, found)

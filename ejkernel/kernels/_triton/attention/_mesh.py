@@ -1,0 +1,46 @@
+"""How softmax attention on Triton splits over a mesh: every device computes its rows of the batch and its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ejkernel.parallel.partition import INSIDE, Axes, Roles, partitioned
+
+TOKENS = ("batch", "time", "heads", "channels")
+ROWS = ("batch", "heads", "time")
+ROLES: dict[str, Roles] = {
+    **dict.fromkeys(("query", "output", "d_output"), TOKENS),
+    **dict.fromkeys(("key", "value"), ("batch", "keys", "heads", "channels")),
+    **dict.fromkeys(("lse", "delta", "dscale"), ROWS),
+    **dict.fromkeys(("bias", "mask"), ("batch", "heads", "time", "keys")),
+    **dict.fromkeys(("q_segment_ids", "q_positions"), ("batch", "time")),
+    **dict.fromkeys(("kv_segment_ids", "kv_positions"), ("batch", "keys")),
+    "dropout_words": (*ROWS, INSIDE),
+    "sinks": ("heads",),
+    "traced_scale": (),
+}
+
+
+def shares_bias(arrays: dict[str, Any]) -> bool:
+    """Whether rows of the batch, or heads, have a bias in common, so that its gradient is a sum over them."""
+    if "bias" not in arrays:
+        return False
+    B, _, H, _ = arrays["query"].shape
+    return arrays["bias"].shape[:2] != (B, H)
+
+
+def over_mesh(launch: Callable[[Any], dict[str, Any]], args: dict[str, Any], results: tuple[str, ...]) -> dict[str, Any]:
+    """`launch(args)`, part by part where the program runs on several devices. results: its names, in order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(args)
+    names = tuple(path[-1].key for path, _ in leaves)
+    # An axis of one element serves everyone.
+    own = tuple(
+        tuple(role if n > 1 else INSIDE for n, role in zip(x.shape, ROLES[name], strict=True))
+        for name, (_, x) in zip(names, leaves, strict=True)
+    )
+    bias = next((roles for name, roles in zip(names, own, strict=True) if name == "bias"), ())
+    wanted = tuple(bias if name == "bias" else ROLES[name] for name in results)
+    return partitioned(launch, args, lambda: Axes(names, own, wanted))
