@@ -85,6 +85,21 @@ def test_decoding_goes_on_where_it_stopped(cut):
     np.testing.assert_array_equal(end, final)
 
 
+@pytest.mark.parametrize(("batch", "offsets"), [(2, None), (1, [0, 0, 0])], ids=["dense", "packed"])
+def test_no_tokens_hand_the_state_and_its_gradient_on(batch, offsets):
+    x, weight, state = jnp.zeros((batch, 0, 3)), jnp.ones((2, 3)), jnp.arange(6.0).reshape(2, 1, 3)
+
+    def last(x, weight, state):
+        y, last = causal_conv1d(x, weight, None, state, offsets, return_state=True)
+        return jnp.sum(y) + jnp.sum(last**2), last
+
+    (dx, dweight, dstate), found = jax.grad(last, (0, 1, 2), has_aux=True)(x, weight, state)
+    np.testing.assert_array_equal(found, state)
+    np.testing.assert_array_equal(dstate, 2 * state)
+    assert dx.shape == x.shape
+    assert not dweight.any()
+
+
 def test_a_sequence_does_not_see_its_neighbours_nor_their_nan():
     arrays, offsets = arguments((4, 5, 3))
     spoiled = arrays | {"x": arrays["x"].at[:, 6].set(jnp.nan)}

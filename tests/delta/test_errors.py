@@ -34,6 +34,7 @@ WRONG = [
     (dense | {"g": one(B, T, H, V)}, ValueError, "got [2, 6, 4, 5]."),
     (dense | {"initial_state": one(H, K, V)}, ValueError, "initial_state must be [2, 4, 8, 5]"),
     (dense | {"cu_seqlens": jnp.array([0, T])}, ValueError, "query must have a batch of 1 when cu_seqlens packs the sequences"),
+    (dense | {"cu_seqlens": jnp.array([0, T]), "initial_state": one(B, H, K, V)}, ValueError, "query must have a batch of 1"),
     (row | {"cu_seqlens": jnp.array([0, T + 1])}, ValueError, "cu_seqlens must end at the number of tokens, 6; got 7 last."),
     ({n: x[0] for n, x in row.items()} | {"beta": row["beta"], "cu_seqlens": jnp.array([0, T])}, ValueError, "beta must be [6, 4] (tokens, value heads)"),
     (dense | {"use_qk_l2norm": 1}, TypeError, "use_qk_l2norm must be True or False"),

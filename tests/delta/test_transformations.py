@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ejkernel._device import Device, on_device
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._xla.gated_delta_rule import gated_delta_rule
 from ejkernel.testing.compare import assert_close, relative_rms
@@ -39,6 +40,15 @@ def test_traced_cu_seqlens_serve_other_lengths_without_recompiling():
         for got, name in zip(run(arrays, options["cu_seqlens"]), ("output", "state"), strict=True):
             assert relative_rms(got, want[name]) < 2e-6
     assert run._cache_size() == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("lengths", [(5, 10, 0), (9, 0, 0)], ids=str)
+def test_empty_sequences_at_the_end_on_other_devices(lengths):
+    """Where chunks that nothing uses are computed like the others, and must not take the place of an empty sequence's."""
+    case = DeltaCase("ends-empty", gate="head", lengths=lengths, **SMALL)
+    with on_device(Device("gpu", "a GPU", 90)):
+        got = case.evaluate(operation)
+    assert_close(got, case.expected(), case.tolerance)
 
 
 @functools.cache

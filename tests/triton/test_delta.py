@@ -160,6 +160,16 @@ def test_vmap_is_a_loop(packed):
     assert relative_rms(jax.vmap(jax.grad(loss))(values), np.asarray(one_by_one, np.float64)) < LINEAR_TOLERANCES["float32"][0]
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_vmap_over_nothing(packed):
+    case = DeltaCase("mapped", batch=1, time=20, gate="head", lengths=(12, 8) if packed else None, initial_state=True)
+    arrays, options = case.arguments()
+    none = jnp.zeros((0, *arrays["value"].shape))
+    loss = lambda v: (lambda found: (jnp.sum(found[0]), found))(gated_delta_rule(**{**arrays, "value": v}, **options))
+    slope, (output, state) = jax.vmap(jax.grad(loss, has_aux=True))(none)
+    assert (slope.shape, output.shape, state.shape[0]) == (none.shape, none.shape, 0)
+
+
 SETTINGS = {
     "x64": functools.partial(jax.enable_x64, True),
     "strict dtypes": functools.partial(jax.numpy_dtype_promotion, "strict"),

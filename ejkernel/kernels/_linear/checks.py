@@ -100,6 +100,8 @@ def sequences(cu: Any, q: jax.Array) -> int:
         )
     if len(shape) != 1 or shape[0] < 2:
         raise ValueError(f"cu_seqlens must be [sequences + 1] with at least one sequence; got {list(shape)}.")
+    if q.shape[0] != 1:
+        raise ValueError(f"query must have a batch of 1 when cu_seqlens packs the sequences; got {list(q.shape)}.")
     return shape[0] - 1
 
 
@@ -110,8 +112,6 @@ def cu_seqlens(cu: Any, q: jax.Array) -> jax.Array | None:
     array = offsets(cu)
     if array.dtype.name not in ("int32", "int64"):
         raise TypeError(f"cu_seqlens must be int32 or int64; got {array.dtype.name}.")
-    if q.shape[0] != 1:
-        raise ValueError(f"query must have a batch of 1 when cu_seqlens packs the sequences; got {list(q.shape)}.")
     offsets_in_order(array, q.shape[1])
     return jnp.asarray(array, jnp.int32)
 

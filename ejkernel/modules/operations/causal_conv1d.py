@@ -80,8 +80,11 @@ def causal_conv1d(
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside `jit` compile once for each shape
 def _run(activation: str | None, return_state: bool, arrays: dict[str, Array], offsets: Array | None) -> tuple[Array, ...]:
     x, state, W = arrays["x"], arrays.get("state"), arrays["weight"].shape[0]
-    y = _convolved(x, arrays["weight"], arrays.get("bias"), state, offsets)
-    y = (jax.nn.silu(y) if activation == "silu" else y).astype(x.dtype)
+    if 0 in x.shape:  # XLA's compiler for CPUs ends the process over derivatives of products of nothing
+        y = x
+    else:
+        y = _convolved(x, arrays["weight"], arrays.get("bias"), state, offsets)
+        y = (jax.nn.silu(y) if activation == "silu" else y).astype(x.dtype)
     return (y, _last_inputs(x, state, offsets, W - 1)) if return_state else (y,)
 
 
@@ -121,6 +124,8 @@ def _inputs_before(x: Array, state: Array | None, offsets: Array, back: int) -> 
 
 def _last_inputs(x: Array, state: Array | None, offsets: Array | None, kept: int) -> Array:
     """`[N, W - 1, C]`: the last inputs of each sequence, older ones from its initial state where it is shorter."""
+    if state is not None and 0 in x.shape:
+        return state
     if offsets is None:
         return jax.lax.slice_in_dim(_with_past(x, state, kept), x.shape[1], x.shape[1] + kept, axis=1)
     if x.shape[1] == 0 or kept == 0:

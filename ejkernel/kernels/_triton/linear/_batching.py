@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from ejkernel._varying import vary, varying_axes
+
 Array = jax.Array
 PER_SEQUENCE = ("g_gamma", "initial_state", "final", "dfinal")  # [N, ...]; everything else is [B, T, ...] or per chunk
 MAX_TOKENS = 2**31 - 1  # of one packed call: its tables hold tokens as int32
@@ -33,7 +35,9 @@ def foldable(function: Callable[..., dict[str, Any]], **args: Any) -> dict[str, 
     @call.def_vmap
     def of_many(size: int, flags: Any, args: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         (mapped,) = flags
-        if _folds(function, size, args, _one(mapped, args)):
+        if size == 0:
+            results = _of_none(function, mapped, args)
+        elif _folds(function, size, args, _one(mapped, args)):
             repeat = lambda is_mapped, x: x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
             results = _unfolded(size, args, foldable(function, **_folded(size, jax.tree.map(repeat, mapped, args))))
         else:
@@ -46,6 +50,13 @@ def foldable(function: Callable[..., dict[str, Any]], **args: Any) -> dict[str, 
 def _one(mapped: Any, args: Any) -> Any:
     """The shapes of one of the mapped calls."""
     return jax.tree.map(lambda m, x: jax.ShapeDtypeStruct(x.shape[1:] if m else x.shape, x.dtype), mapped, args)
+
+
+def _of_none(function: Callable[..., Any], mapped: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """The results of no calls at all, which no kernel is started for."""
+    axes = varying_axes(*jax.tree.leaves(args))
+    shapes = jax.eval_shape(lambda a: function(**a), _one(mapped, args))
+    return jax.tree.map(lambda x: vary(jnp.zeros((0, *x.shape), x.dtype), axes), shapes)
 
 
 def _folds(function: Callable[..., Any], size: int, args: dict[str, Any], one: dict[str, Any]) -> bool:

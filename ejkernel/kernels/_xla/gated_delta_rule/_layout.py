@@ -69,7 +69,9 @@ class Layout:
         each = jnp.arange(tokens, dtype=jnp.int32)
         mine = jnp.minimum(jnp.searchsorted(ends, each, side="right").astype(jnp.int32), sequences - 1)
         row_of = chunk_start[mine] * rows + (ends[mine] - 1 - each if reverse else each - starts[mine])
-        place = Place(sequence, index == 0, index == chunks_of[sequence] - 1, used)
+        # An empty sequence at the end lends its place to chunks that nothing uses: its first one is its last, too, and hands on
+        # the state, or its adjoint.
+        place = Place(sequence, index == 0, index == jnp.maximum(chunks_of[sequence] - 1, 0), used)
         return cls(rows, tokens, chunks, reverse, Table(token_of, row_of, place))
 
     @property
