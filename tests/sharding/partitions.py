@@ -5,6 +5,7 @@ Run as a program, with Triton's interpreter, it prints what was found as JSON.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -13,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from ejkernel.kernels._xla import gated_delta_rule as xla_delta
 from ejkernel.kernels._xla import recurrent as xla_recurrent
 from ejkernel.modules import AttentionConfig, GatedDeltaRuleConfig, RecurrentAttentionConfig
 from ejkernel.testing.compare import relative_rms
+from ejkernel.types.mask import MaskInfo
 
 P = PartitionSpec
 Arrays = dict[str, jax.Array]
@@ -98,8 +101,23 @@ GROUPS = "query: split over heads", "2 at most (whole groups of heads)"
 
 
 def triton_checks() -> dict[str, Callable[[], None]]:
-    from ejkernel.kernels._triton import gated_delta_rule, recurrent
+    from ejkernel.kernels._triton import attention, gated_delta_rule, recurrent
+    from ejkernel.kernels._triton.gated_delta_rule import _platform
 
+    plan = _platform.delta_plan
+    in_segments = lambda problem, cfg: dataclasses.replace(plan(problem, cfg), segment=1)
+    documents = MaskInfo.from_segments(jnp.arange(T)[None] // 5 + jnp.zeros((B, 1), jnp.int32))
+    attend = lambda **arrays: attention(
+        **arrays, causal=True, logits_soft_cap=5.0, dtype=None, mask_info=documents, return_weights=False
+    )[0]
+    shapes = dict.fromkeys(("query", "key"), (B, CHUNKS, HKV, K)) | {"value": (B, CHUNKS, H, V), "initial_state": (B, H, K, V)}
+    steps = drawn(**shapes, beta=(B, CHUNKS, H), g=(B, CHUNKS, H))
+
+    def delta_in_segments() -> None:
+        with mock.patch.object(_platform, "delta_plan", in_segments):
+            split(rule, steps, SPLIT, {})
+
+    soft = drawn(query=(B, T, H, K), key=(B, T, HKV, K), value=(B, T, HKV, V), bias=(B, H, T, T), softmax_aux=(H, 1))
     run = functools.partial(recurrent, cfg=RecurrentAttentionConfig(block_q=16))
     rule = functools.partial(gated_delta_rule, cfg=GatedDeltaRuleConfig(block_q=16))
     named = lambda call: lambda **arrays: jax.vmap(lambda some: call(**some))(arrays)
@@ -120,13 +138,15 @@ def triton_checks() -> dict[str, Callable[[], None]]:
         "gates-per-channel": lambda: split(run, linear(gk=(B, T, H, K), g_gamma=(B, H)), SPLIT, {}),
         "query-alone": lambda: split(run, plain, {"query": TOKENS}, {"all-gather": 2}),  # gradients of what is whole
         "packed": lambda: split(run, packed(), HEADS, {}),
-        "delta": lambda: split(rule, delta(g=(B, T, H)), SPLIT, {}),
+        "delta": delta_in_segments,
+        "attention": lambda: split(attend, soft, SPLIT, {"all-reduce": 1}),  # as on xla: the gradient of the sinks
         "vmap": lambda: split(named(run), mapped, dict.fromkeys(mapped, P("b", None, None, "h")), {}),
         "time": lambda: split(run, plain, over_time, {"all-gather": 3}, warns=TIME, output=P(None, None, "h")),
         "part-of-a-group": lambda: split(
             run, one_group, {"query": TOKENS}, {"all-gather": 3}, warns=GROUPS, sizes=(2, 4), output=TOKENS
         ),
         "explicit": lambda: split(run, linear(gk=(B, T, H, K)), SPLIT, {}, explicit),
+        "explicit-attention": lambda: split(attend, soft, SPLIT, {"all-reduce": 1}, explicit),
         "explicit-query-alone": lambda: split(run, plain, {"query": TOKENS}, {"all-gather": 6}, explicit),
     }
 
@@ -145,8 +165,8 @@ def xla_checks() -> dict[str, Callable[[], None]]:
 
 
 NAMES = (
-    "head-gate", "gates-per-channel", "query-alone", "packed", "delta", "vmap", "time", "part-of-a-group", "explicit",
-    "explicit-query-alone", "xla-head-gate", "xla-delta", "xla-attention-blockwise",
+    "head-gate", "gates-per-channel", "query-alone", "packed", "delta", "attention", "vmap", "time", "part-of-a-group",
+    "explicit", "explicit-query-alone", "explicit-attention", "xla-head-gate", "xla-delta", "xla-attention-blockwise",
 )  # fmt: skip
 
 

@@ -7,8 +7,13 @@ from typing import Any
 
 import jax
 
+from ejkernel._meshes import run_partitioned
 from ejkernel.parallel.partition import INSIDE, Axes, Roles, partitioned
 
+ADVICE = (
+    "A query attends to all keys and channels, so only batch and heads are split: gather the other axis first, with "
+    "jax.sharding.reshard(x, jax.P(...)) that names None there."
+)
 TOKENS = ("batch", "time", "heads", "channels")
 ROWS = ("batch", "heads", "time")
 ROLES: dict[str, Roles] = {
@@ -32,15 +37,22 @@ def shares_bias(arrays: dict[str, Any]) -> bool:
     return arrays["bias"].shape[:2] != (B, H)
 
 
+def over_explicit_axes(function: Callable[[Any], tuple[Any]], arrays: dict[str, Any]) -> Any:
+    """The output of arrays whose types may say how they are split: then each device runs the call on its part."""
+    roles = {name: _roles(name, x) for name, x in arrays.items()}
+    return run_partitioned(function, arrays, roles, (ROLES["output"],), ("batch", "heads"), ADVICE, by_hand=True)[0]
+
+
+def _roles(name: str, x: Any) -> Roles:
+    """What the axes of an array are. One of a single element serves everyone."""
+    return tuple(role if n > 1 else INSIDE for n, role in zip(x.shape, ROLES[name], strict=True))
+
+
 def over_mesh(launch: Callable[[Any], dict[str, Any]], args: dict[str, Any], results: tuple[str, ...]) -> dict[str, Any]:
     """`launch(args)`, part by part where the program runs on several devices. results: its names, in order."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(args)
     names = tuple(path[-1].key for path, _ in leaves)
-    # An axis of one element serves everyone.
-    own = tuple(
-        tuple(role if n > 1 else INSIDE for n, role in zip(x.shape, ROLES[name], strict=True))
-        for name, (_, x) in zip(names, leaves, strict=True)
-    )
+    own = tuple(_roles(name, x) for name, (_, x) in zip(names, leaves, strict=True))
     bias = next((roles for name, roles in zip(names, own, strict=True) if name == "bias"), ())
     wanted = tuple(bias if name == "bias" else ROLES[name] for name in results)
     return partitioned(launch, args, lambda: Axes(names, own, wanted))

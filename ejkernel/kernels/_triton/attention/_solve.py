@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from ejkernel._varying import vary, varying_axes
 from ejkernel.kernels._attention import AttentionProblem
 from ejkernel.kernels._attention.logits import alike_varying
 from ejkernel.kernels._triton.attention._launches import backward, forward, shared_gradients
-from ejkernel.kernels._triton.attention._mesh import over_mesh, shares_bias
+from ejkernel.kernels._triton.attention._mesh import over_explicit_axes, over_mesh, shares_bias
 from ejkernel.kernels._triton.attention._plan import Plan
 from ejkernel.kernels._triton.linear._reverse_only import differentiable_once, not_differentiable
 
@@ -31,7 +32,14 @@ def flash_output(problem: AttentionProblem, plan: Plan) -> Float[Array, "B T H V
     # One row of ids may serve the whole batch; all of them are then alike in that.
     rows = max((others[name].shape[0] for name in IDS if name in others), default=1)
     others |= {name: jnp.broadcast_to(others[name], (rows, others[name].shape[1])) for name in IDS if name in others}
-    return _attend(plan, differentiable_once(arrays), others)
+
+    def attend(given: dict[str, Array]) -> tuple[Array]:
+        axes = varying_axes(*given.values())
+        alike = {name: vary(x, axes) for name, x in given.items()}
+        split = lambda names: {name: alike[name] for name in names}
+        return (_attend(plan, differentiable_once(split(arrays)), split(others)),)
+
+    return over_explicit_axes(attend, {**arrays, **others})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
