@@ -54,11 +54,11 @@ def test_import_paths(path, names):
 
 SIGNATURES = {
     "recurrent_attention": "query key value g=None g_gamma=None gk=None gv=None initial_state=None cu_seqlens=None * "
-    "softmax_scale=None reverse=False return_state=False platform=None cfg=None",
+    "softmax_scale=None reverse=False return_state=False sequence_axis=None platform=None cfg=None",
     "gla_attention": "query key value g=None g_gamma=None initial_state=None cu_seqlens=None * softmax_scale=None "
-    "reverse=False return_state=False platform=None cfg=None",
+    "reverse=False return_state=False sequence_axis=None platform=None cfg=None",
     "lightning_attention": "query key value initial_state=None cu_seqlens=None * layer_idx num_layers softmax_scale=None "
-    "reverse=False return_state=False platform=None cfg=None",
+    "reverse=False return_state=False sequence_axis=None platform=None cfg=None",
 }
 
 

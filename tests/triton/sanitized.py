@@ -86,6 +86,7 @@ _DELTA: dict[str, Any] = {"initial_state": True, "key_channels": 40, "value_chan
 _PACKED_DELTA: dict[str, Any] = {**_DELTA, "lengths": (5, 0, 65, 60)}
 CASES += [
     DeltaRun(DeltaCase("head", batch=1, gate="head", **_DELTA)),
+    DeltaRun(DeltaCase("head in segments", batch=1, time=300, gate="head", **_DELTA), GatedDeltaRuleConfig("chunked", 16)),
     DeltaRun(DeltaCase("ungated packed", **_PACKED_DELTA)),
     DeltaRun(DeltaCase("channel packed", gate="channel", gate_kind="resets", reverse=True, **_PACKED_DELTA)),
     DeltaRun(DeltaCase("channel float32", batch=1, gate="channel", **{**_DELTA, "dtype": "float32"}), _SHORT),
