@@ -76,7 +76,10 @@ recurrent = functools.partial(recurrent_attention, return_state=True)
 lightning = functools.partial(lightning_attention, layer_idx=1, num_layers=3, return_state=True)
 
 
-@pytest.mark.parametrize("gates", [(), ("g",), ("g", "g_gamma", "gk", "gv")], ids="-".join)
+@pytest.mark.parametrize(
+    "gates",
+    [(), pytest.param(("g",), marks=pytest.mark.long), pytest.param(("g", "g_gamma", "gk", "gv"), marks=pytest.mark.long)],
+)
 def test_linear_operations_of_open_batch_and_length(gates):
     check(recurrent, dense(11, 13, gates), {11: "batch", 13: "tokens"}, dense(2, 40, gates), dense(1, 1, gates))
 

@@ -164,6 +164,7 @@ print("same")
 """
 
 
+@pytest.mark.long
 def test_shard_map():
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

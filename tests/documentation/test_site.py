@@ -13,7 +13,7 @@ from ejkernel.testing.exactness import KINDS, OURS, errors
 from tests.documentation.pages import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="the extra 'docs' is not installed")
 def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]

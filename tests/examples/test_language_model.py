@@ -20,7 +20,7 @@ def small(layer: str, vocabulary: int, layers: int = 2) -> example.LanguageModel
     return example.LanguageModel(layer, vocabulary, width=32, heads=2, layers=layers, key=jax.random.key(0))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @each_layer
 def test_prefill_by_chunks_and_decoding_by_steps_equal_one_chunked_pass(layer):
     model = small(layer, 11)
@@ -43,7 +43,7 @@ def test_prefill_by_chunks_and_decoding_by_steps_equal_one_chunked_pass(layer):
         assert float(abs(forgotten[:, 0] - whole[:, 77]).max()) > 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @each_layer
 def test_generated_characters_are_those_of_the_likeliest_continuation(layer):
     model = small(layer, 11, layers=1)
@@ -54,7 +54,7 @@ def test_generated_characters_are_those_of_the_likeliest_continuation(layer):
     assert written[0].tolist() == np.asarray(logits)[0, 19:-1].argmax(-1).tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @each_layer
 def test_a_few_steps_of_training_lower_the_loss(layer):
     text, kept, alphabet = example.load_text()

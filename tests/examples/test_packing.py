@@ -9,7 +9,7 @@ import pytest
 from examples import packing
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("way", [packing.packed, packing.padded])
 def test_loss_and_gradients_are_those_of_one_by_one(way, params_and_texts, one_by_one):
     loss, gradients = way(*params_and_texts)
@@ -19,7 +19,7 @@ def test_loss_and_gradients_are_those_of_one_by_one(way, params_and_texts, one_b
         np.testing.assert_allclose(gradients[name], want[name], rtol=0, atol=2e-6 * float(abs(want[name]).max()))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_order_of_documents_in_the_row_does_not_matter_but_their_borders_do(params_and_texts):
     params, (first, second) = params_and_texts
     loss, _ = packing.packed(params, [first, second])

@@ -14,7 +14,7 @@ from ejkernel.ops.config.cache import shared_cache
 from examples import tune_ahead
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tuned_file_is_all_that_a_run_needs(tmp_path, monkeypatch):
     monkeypatch.setattr(tune_ahead, "SHAPE", (1, 16, 1, 8))
     shared_cache().clear()

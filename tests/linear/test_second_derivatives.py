@@ -45,7 +45,7 @@ def reverse_over_reverse(function, options, arrays):
 
 
 @pytest.mark.parametrize(("case", "cfg"), CASES, ids=[case.name for case, _ in CASES])
-@pytest.mark.slow
+@pytest.mark.long
 def test_second_derivatives(case, cfg):
     arrays, options = case.arguments()
     with jax.enable_x64(True):
@@ -58,7 +58,7 @@ def test_second_derivatives(case, cfg):
         assert max(errors.values()) < 1e-5, (second.__name__, errors)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_third_derivative_and_a_gradient_of_a_directional_derivative():
     arrays, options = small("third", time=2, gates=("g",)).arguments()
     cfg = RecurrentAttentionConfig("recurrent", 2)

@@ -49,9 +49,23 @@ def expected(case):
     return case.expected(), case.tolerance
 
 
+LONG = (
+    "head-everything",
+    "channel-everything",
+    "grouped-head",
+    "packed-channel-reverse",
+    "float16-channel-strong",
+    "head-unit-zero",
+)
+
+
 def _cases():
     shared = [case for case in CASES if case.dtype != "float64"]
-    return [*shared, *WIDE] if ON_GPU else [case for case in shared if case.name in INTERPRETED]
+    return [*shared, *WIDE] if ON_GPU else [_interpreted(case) for case in shared if case.name in INTERPRETED]
+
+
+def _interpreted(case):
+    return pytest.param(case, marks=pytest.mark.long) if case.name in LONG else case
 
 
 @pytest.mark.parametrize("case", _cases(), ids=str)
@@ -108,7 +122,7 @@ def test_few_heads_are_scanned_in_segments():
 
 
 def test_interpreted_cases_exist():
-    assert set(INTERPRETED) <= {case.name for case in CASES}
+    assert set(LONG) <= set(INTERPRETED) <= {case.name for case in CASES}
 
 
 @pytest.mark.long

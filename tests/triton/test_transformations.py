@@ -253,6 +253,7 @@ def test_shard_map_over_two_devices():
     assert outside("-c", SHARDED, environment=options) == "equal\n"
 
 
+@pytest.mark.long
 def test_gradients_of_arrays_that_shards_have_in_common():
     options = {"TRITON_INTERPRET": "1", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     assert outside("-c", REPLICATED, environment=options) == "equal\n"
