@@ -15,6 +15,7 @@ from ejkernel.kernels._attention.packing import Packing
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations.attention import Attention, attention
 from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Invocation, Tuner
+from ejkernel.ops.config.codec import from_fields
 from ejkernel.types.mask import MaskInfo
 
 q = jax.random.normal(jax.random.key(0), (1, 32, 2, 8))
@@ -123,3 +124,11 @@ def test_eager_calls_compile_once(caplog):
         for _ in range(3):
             attention(fresh, fresh, fresh, causal=True, return_weights=False)
         assert "Compiling" not in caplog.text
+
+
+def test_configurations_keep_their_meaning():
+    """By position, and as they were stored before there were warps and stages."""
+    cfg = AttentionConfig("blockwise", 128, 256, "xla", "cpu")
+    assert (cfg.platform, cfg.backend, cfg.num_warps) == ("xla", "cpu", None)
+    stored = {"schedule": "blockwise", "block_q": 128, "block_k": 256, "platform": "xla", "backend": "cpu"}
+    assert from_fields(AttentionConfig, stored) == cfg

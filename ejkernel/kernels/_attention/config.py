@@ -23,10 +23,10 @@ class AttentionConfig:
             "flash" is the same as blocks in Triton kernels, for NVIDIA GPUs.
         block_q: queries in a block; only "blockwise" and "flash" have blocks (None means 512, or what the kernel chooses).
         block_k: keys in a block, likewise.
-        num_warps: of "flash" alone: warps of a program; None: what the kernel chooses.
-        num_stages: of "flash" alone: loads in flight; None: as many as fit, up to what the kernel chooses.
         platform: "xla", "cuda" or "triton"; "auto" takes the best one that supports the call.
         backend: the kind of device, "any" for the one JAX computes on.
+        num_warps: of "flash" alone: warps of a program; None: what the kernel chooses.
+        num_stages: of "flash" alone: loads in flight; None: as many as fit, up to what the kernel chooses.
 
     Example:
         >>> AttentionConfig(block_q=128).block_k
@@ -40,10 +40,10 @@ class AttentionConfig:
     schedule: Schedule = "blockwise"
     block_q: int | None = None
     block_k: int | None = None
-    num_warps: int | None = None
-    num_stages: int | None = None
     platform: str = "auto"
     backend: str = "any"
+    num_warps: int | None = dataclasses.field(default=None, metadata={"optional": True})  # not in entries stored before
+    num_stages: int | None = dataclasses.field(default=None, metadata={"optional": True})
 
     def __post_init__(self) -> None:
         if self.schedule not in get_args(Schedule):
