@@ -113,6 +113,15 @@ def triton_checks() -> dict[str, Callable[[], None]]:
     shapes = dict.fromkeys(("query", "key"), (B, CHUNKS, HKV, K)) | {"value": (B, CHUNKS, H, V), "initial_state": (B, H, K, V)}
     steps = drawn(**shapes, beta=(B, CHUNKS, H), g=(B, CHUNKS, H))
 
+    def mapped_attention() -> None:
+        """On a machine of several devices, whether or not arrays are split."""
+        some = {name: jnp.stack([x, 0.5 * x]) for name, x in soft.items() if name not in ("bias", "softmax_aux")}
+        options = {"causal": True, "dtype": None, "return_weights": False}
+        of = lambda call: jax.vmap(lambda arrays: call(**arrays, **options)[0])
+        loss = lambda call: lambda arrays: jnp.sum(of(call)(arrays) ** 2)
+        got, want = (jax.grad(loss(call))(some) for call in (attention, xla_attention))
+        assert all(relative_rms(got[name], want[name]) < 1e-5 for name in some)
+
     def delta_in_segments() -> None:
         with mock.patch.object(_platform, "delta_plan", in_segments):
             split(rule, steps, SPLIT, {})
@@ -140,6 +149,7 @@ def triton_checks() -> dict[str, Callable[[], None]]:
         "packed": lambda: split(run, packed(), HEADS, {}),
         "delta": delta_in_segments,
         "attention": lambda: split(attend, soft, SPLIT, {"all-reduce": 1}),  # as on xla: the gradient of the sinks
+        "attention-vmap": mapped_attention,
         "vmap": lambda: split(named(run), mapped, dict.fromkeys(mapped, P("b", None, None, "h")), {}),
         "time": lambda: split(run, plain, over_time, {"all-gather": 3}, warns=TIME, output=P(None, None, "h")),
         "part-of-a-group": lambda: split(
@@ -165,8 +175,9 @@ def xla_checks() -> dict[str, Callable[[], None]]:
 
 
 NAMES = (
-    "head-gate", "gates-per-channel", "query-alone", "packed", "delta", "attention", "vmap", "time", "part-of-a-group",
-    "explicit", "explicit-query-alone", "explicit-attention", "xla-head-gate", "xla-delta", "xla-attention-blockwise",
+    "head-gate", "gates-per-channel", "query-alone", "packed", "delta", "attention", "attention-vmap", "vmap", "time",
+    "part-of-a-group", "explicit", "explicit-query-alone", "explicit-attention", "xla-head-gate", "xla-delta",
+    "xla-attention-blockwise",
 )  # fmt: skip
 
 

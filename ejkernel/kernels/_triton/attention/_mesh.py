@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.custom_batching import custom_vmap
 
 from ejkernel._meshes import run_partitioned
+from ejkernel.kernels._triton.linear._batching import one_by_one
 from ejkernel.parallel.partition import INSIDE, Axes, Roles, partitioned
 
 ADVICE = (
@@ -49,7 +51,22 @@ def _roles(name: str, x: Any) -> Roles:
 
 
 def over_mesh(launch: Callable[[Any], dict[str, Any]], args: dict[str, Any], results: tuple[str, ...]) -> dict[str, Any]:
-    """`launch(args)`, part by part where the program runs on several devices. results: its names, in order."""
+    """`launch(args)`, part by part where the program runs on several devices; calls that `vmap` maps run one after another.
+
+    Args:
+        results: the names of what it gives, in order.
+    """
+    call = custom_vmap(lambda args: _in_parts(launch, args, results))
+
+    @call.def_vmap
+    def of_many(_: int, flags: Any, args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bool]]:
+        found = one_by_one(lambda args: over_mesh(launch, args, results), flags[0], args)
+        return found, dict.fromkeys(found, True)
+
+    return call(args)
+
+
+def _in_parts(launch: Callable[[Any], dict[str, Any]], args: dict[str, Any], results: tuple[str, ...]) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(args)
     names = tuple(path[-1].key for path, _ in leaves)
     own = tuple(_roles(name, x) for name, (_, x) in zip(names, leaves, strict=True))

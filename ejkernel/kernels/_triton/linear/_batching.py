@@ -41,7 +41,7 @@ def foldable(function: Callable[..., dict[str, Any]], **args: Any) -> dict[str, 
             repeat = lambda is_mapped, x: x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
             results = _unfolded(size, args, foldable(function, **_folded(size, jax.tree.map(repeat, mapped, args))))
         else:
-            results = _one_by_one(lambda args: foldable(function, **args), mapped, args)
+            results = one_by_one(lambda args: foldable(function, **args), mapped, args)
         return results, jax.tree.map(lambda _: True, results)
 
     return call(args)
@@ -98,7 +98,7 @@ def _name(path: Any) -> str:
     return path[-1].key
 
 
-def _one_by_one(function: Callable[[Any], Any], mapped: Any, args: Any) -> Any:
+def one_by_one(function: Callable[[Any], Any], mapped: Any, args: Any) -> Any:
     leaves, tree = jax.tree.flatten(args)
     flags = jax.tree.leaves(mapped)
 
