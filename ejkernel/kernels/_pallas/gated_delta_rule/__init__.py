@@ -1,0 +1,1 @@
+"""The gated delta rule on TPUs."""

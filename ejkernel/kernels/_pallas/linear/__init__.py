@@ -1,0 +1,1 @@
+"""The linear operations on TPUs: `_interface` registers them."""

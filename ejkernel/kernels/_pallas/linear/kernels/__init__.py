@@ -1,0 +1,1 @@
+"""One module per kernel, named by what it computes."""
