@@ -143,5 +143,12 @@ def test_importing_the_library_is_cheap_and_needs_no_extras():
     assert min(times) < 0.2, times
 
 
+def test_a_star_brings_the_operations():
+    names: dict = {}
+    exec("from ejkernel import *", names)
+    assert names["gla_attention"] is ejkernel.gla_attention
+    assert {"attention", "causal_conv1d", "gated_delta_rule", "check_values"} <= names.keys()
+
+
 def test_version():
     assert ejkernel.__version__.count(".") == 2

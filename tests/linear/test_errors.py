@@ -24,6 +24,8 @@ WRONG = [
     (dense | {"key": one(B, T + 1, H, K)}, ValueError, "key must be [2, 6, kv heads, 8]"),
     (dense | {"key": one(B, T, H, K + 1)}, ValueError, "got [2, 6, 4, 9]"),
     (dense | {"value": one(B, T, 2, V)}, ValueError, "value must be [2, 6, 4, value channels]"),
+    (dense | {"query": one(B, T, 1, K), "key": one(B, T, 1, K)}, ValueError, "got [2, 6, 4, 5]. Where heads of values share them, repeat query and key: jnp.repeat(x, 4, axis=2)."),
+    (dense | {"key": one(B, T, 2, K)}, ValueError, "got [2, 6, 4, 5]. Where heads of values share them, repeat key: jnp.repeat(x, 2, axis=2)."),
     (dense | {"key": one(B, T, 3, K), "value": one(B, T, 3, V)}, ValueError, "key must have a number of heads that divides query's 4; got 3."),
     (dense | {"query": one(B, T, H, K, dtype=jnp.int32)}, TypeError, "query must be float32, bfloat16, float16 or float64; got int32."),
     (dense | {"query": None}, TypeError, "query must be an array; got None."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from ejkernel import kernel_registry
 from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._pallas._chips import interpreted
 from ejkernel.kernels._registry import Backend
 from ejkernel.testing.linear_cases import LinearCase
 
@@ -40,12 +42,18 @@ def implementations() -> list:
 def compiled(case: LinearCase, entry, schedule: str):
     """`arrays -> (output, state, gradients)` of a linear loss, whose cotangents are finite whatever the arrays hold."""
     _, options = case.arguments()
-    call = functools.partial(entry.function, cfg=LinearConfig(schedule, ROWS), **options)
+    cfg = LinearConfig(schedule, ROWS)
+    call = functools.partial(entry.function, cfg=cfg, **options)
     weights = tuple(jnp.asarray(w, jnp.float32) for w in case.weights())
+    there = interpreted if entry.backend is Backend.TPU else contextlib.nullcontext
+    with there():
+        if (reason := entry.function.implementation.refuses(case.problem, cfg)) is not None:
+            pytest.skip(f"refused: {reason}")
 
     def run(arrays):
-        outputs, pull = jax.vjp(lambda arrays: call(**arrays), arrays)
-        return {"output": outputs[0], "state": outputs[1], **{f"d{name}": x for name, x in pull(weights)[0].items()}}
+        with there():
+            outputs, pull = jax.vjp(lambda arrays: call(**arrays), arrays)
+            return {"output": outputs[0], "state": outputs[1], **{f"d{name}": x for name, x in pull(weights)[0].items()}}
 
     return jax.jit(run)
 

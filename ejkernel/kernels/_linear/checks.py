@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel._meshes import repeat
-from ejkernel._numbers import as_array, as_flag, as_float, as_numpy, checked_offsets
+from ejkernel._numbers import as_array, as_flag, as_float, as_numpy, offsets_mistake
 from ejkernel._sizes import known
 from ejkernel.kernels._linear.gates import GATES
 
@@ -61,6 +61,15 @@ def rank4(name: str, x: jax.Array, rank3: str | None) -> jax.Array:
     return x
 
 
+def rows(query: Any, key: Any, value: Any, cu_seqlens: Any) -> tuple[jax.Array, jax.Array, jax.Array, bool]:
+    """query, key and value in rank 4, and whether they came packed in rank 3."""
+    q, k, v = (float_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    packed_rank3 = cu_seqlens is not None and q.ndim == 3
+    rank3 = "[tokens, heads, channels]" if packed_rank3 else None
+    q, k, v = (rank4(name, x, rank3) for name, x in (("query", q), ("key", k), ("value", v)))
+    return q, k, v, packed_rank3
+
+
 def query_key_value(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     (B, T, H, K), Hkv = q.shape, k.shape[2]
     if k.shape != (B, T, Hkv, K):
@@ -70,11 +79,19 @@ def query_key_value(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     if v.shape[:3] != (B, T, Hkv):
         raise ValueError(
             f"value must be [{B}, {T}, {Hkv}, value channels] (batch, time, heads, channels) to match query and key; "
-            f"got {list(v.shape)}."
+            f"got {list(v.shape)}.{_shared_hint(H, Hkv, v.shape[2])}"
         )
     heads_and_channels(q, k, v)
     if H % Hkv:
         raise ValueError(f"key must have a number of heads that divides query's {H}; got {Hkv}.")
+
+
+def _shared_hint(heads: int, kv_heads: int, value_heads: int) -> str:
+    """What to do where several heads of values share a key, as Mamba-2's groups do."""
+    if not known(heads, kv_heads, value_heads) or not 0 < kv_heads < value_heads or value_heads % kv_heads:
+        return ""
+    both = "query and key" if heads == kv_heads else "key"
+    return f" Where heads of values share them, repeat {both}: jnp.repeat(x, {value_heads // kv_heads}, axis=2)."
 
 
 def heads_and_channels(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
@@ -99,9 +116,13 @@ def sequences(cu: Any, q: jax.Array) -> int:
             f"those that are not there, which are empty then."
         )
     if len(shape) != 1 or shape[0] < 2:
-        raise ValueError(f"cu_seqlens must be [sequences + 1] with at least one sequence; got {list(shape)}.")
+        rows = " Offsets of several rows: jax.vmap over the rows, or pack all of them into one." if len(shape) == 2 else ""
+        raise ValueError(f"cu_seqlens must be [sequences + 1] with at least one sequence; got {list(shape)}.{rows}")
     if q.shape[0] != 1:
-        raise ValueError(f"query must have a batch of 1 when cu_seqlens packs the sequences; got {list(q.shape)}.")
+        raise ValueError(
+            f"query must have a batch of 1 when cu_seqlens packs the sequences; got {list(q.shape)}. Rows of a batch go "
+            f"one after another, by x.reshape(1, -1, *x.shape[2:]), and cu_seqlens holds offsets in all of it."
+        )
     return shape[0] - 1
 
 
@@ -125,10 +146,8 @@ def offsets_in_order(array: jax.Array | np.ndarray, tokens: int) -> None:
     """ValueError unless offsets whose values are known start at 0, do not decrease and end at the number of tokens."""
     if isinstance(array, jax.core.Tracer) or array.ndim != 1 or array.shape[0] < 2:
         return
-    values = np.asarray(array)
-    checked_offsets("cu_seqlens", values)
-    if values[-1] != tokens:
-        raise ValueError(f"cu_seqlens must end at the number of tokens, {tokens}; got {values[-1]} last.")
+    if (mistake := offsets_mistake("cu_seqlens", np.asarray(array), tokens)) is not None:
+        raise ValueError(mistake)
 
 
 def gates(dims: Dims, g: Any, gk: Any, packed_rank3: bool) -> tuple[jax.Array | None, jax.Array | None]:
@@ -170,7 +189,9 @@ def _checked_gate(dims: Dims, name: str, gate: jax.Array, channels: str | None, 
     if gate.shape not in legal:
         names = "batch, time, heads" + (f", {channels} channels" if channels else "")
         sizes = ", ".join(map(str, (dims.B, dims.T, dims.heads, *size)))
-        raise ValueError(f"{name} must be [{sizes}] ({names}) {alternative}to match query; got {list(gate.shape)}.")
+        one = channels is not None and gate.shape[:3] in {shape[:3] for shape in legal} and gate.shape[3] == 1
+        hint = f" A gate per head goes in as {name}[..., 0]." if one and name == "g" else ""
+        raise ValueError(f"{name} must be [{sizes}] ({names}) {alternative}to match query; got {list(gate.shape)}.{hint}")
     return gate
 
 
@@ -193,7 +214,7 @@ def gamma(dims: Dims, g_gamma: Any) -> jax.Array | None:
     if array.shape not in ((dims.H,), (1, dims.H), (dims.N, dims.H)):
         raise ValueError(
             f"g_gamma must be [{dims.H}] (heads), [1, {dims.H}] or [{dims.N}, {dims.H}] (sequences, heads); "
-            f"got {list(array.shape)}."
+            f"got {list(array.shape)}.{_scale_hint(array)}"
         )
     return jnp.broadcast_to(array, (dims.N, dims.H))
 
@@ -205,11 +226,18 @@ def initial_state(dims: Dims, state: Any, dtype: np.dtype) -> jax.Array | None:
     if dims.N == 1 and array.shape == (dims.H, dims.K, dims.V):
         array = array[None]
     if array.shape != (dims.N, dims.H, dims.K, dims.V):
+        turned = array.shape == (dims.N, dims.H, dims.V, dims.K)
+        hint = " It goes in as jnp.swapaxes(initial_state, 2, 3)." if turned else _scale_hint(array)
         raise ValueError(
             f"initial_state must be [{dims.N}, {dims.H}, {dims.K}, {dims.V}] (sequences, heads, key channels, value channels); "
-            f"got {list(array.shape)}."
+            f"got {list(array.shape)}.{hint}"
         )
     return array.astype(dtype)
+
+
+def _scale_hint(array: jax.Array) -> str:
+    """Other libraries have the scale at this position."""
+    return " A scale goes in by name: softmax_scale." if array.ndim == 0 else ""
 
 
 def scale(softmax_scale: Any, key_channels: int) -> tuple[float, jax.Array | None]:

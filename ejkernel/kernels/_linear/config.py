@@ -16,6 +16,7 @@ TILE_FIELDS = {
     "block_d": (16, 32, 64, 128, 256, 512),
     "num_warps": (1, 2, 4, 8, 16),
     "num_stages": (1, 2, 3, 4, 5, 6),
+    "block_h": (1, 2, 4, 8, 16),
 }
 
 
@@ -25,15 +26,16 @@ class RecurrenceConfig:
 
     Args:
         schedule: `"chunked"` computes blocks of tokens by matrix products; `"recurrent"` goes step by step.
-        block_q: tokens per chunk, a power of two. Also the least distance of the states that the gradient keeps, in both
-            schedules: the backward pass is always chunked.
+        block_q: tokens per chunk, a power of two. The backward pass is always chunked, so in both schedules the states that
+            the gradient keeps are at least so many tokens apart.
         block_k, block_d: key and value channels per tile, powers of two from 16 on; None: each kernel's own choice. Only
             platforms that tile channels read them (triton).
         num_warps, num_stages: warps per program and depth of its load pipeline, likewise.
         platform: the platform to run on; `"auto"` takes the best one that supports the call.
         backend: the kind of device, `"any"` for the one JAX computes on.
-        exchange: how states travel between devices where `sequence_axis` splits time: `"gather"` (each gets all summaries, one
-            collective) or `"steps"` (log2 of the devices exchanges of one summary); None: gather up to 16 devices.
+        exchange: how states travel between n devices where `sequence_axis` splits time. `"gather"`: each gets all summaries,
+            in one collective. `"steps"`: log2(n) exchanges of one summary. None: gather up to 8 devices.
+        block_h: at most so many heads in a block; None: the kernel's own choice. Only pallas reads it.
     """
 
     schedule: Schedule = "chunked"
@@ -44,7 +46,9 @@ class RecurrenceConfig:
     block_d: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
-    exchange: Exchange | None = dataclasses.field(default=None, metadata={"optional": True})  # not in entries stored before
+    # These two are not in entries stored before.
+    exchange: Exchange | None = dataclasses.field(default=None, metadata={"optional": True})
+    block_h: int | None = dataclasses.field(default=None, metadata={"optional": True})
 
     def __post_init__(self) -> None:
         if self.schedule not in get_args(Schedule):
@@ -66,6 +70,10 @@ class RecurrenceConfig:
         as_platform(self.platform)
         as_backend(self.backend)
 
+    def tiles(self) -> list[str]:
+        """The fields that name a tile, where they are given: a platform that would not read one must refuse it."""
+        return [name for name in TILE_FIELDS if getattr(self, name) is not None]
+
 
 @dataclasses.dataclass(frozen=True)
 class LinearConfig(RecurrenceConfig):
@@ -74,7 +82,7 @@ class LinearConfig(RecurrenceConfig):
     Example:
         >>> LinearConfig(schedule="chunked", block_q=32)
         LinearConfig(schedule='chunked', block_q=32, platform='auto', backend='any', block_k=None, block_d=None,
-                     num_warps=None, num_stages=None, exchange=None)
+                     num_warps=None, num_stages=None, exchange=None, block_h=None)
     """
 
     public_names: ClassVar[tuple[str, ...]] = ("RecurrentAttentionConfig", "GLAttentionConfig", "LightningAttentionConfig")

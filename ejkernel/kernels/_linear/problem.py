@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel._device import Device, device_of
-from ejkernel.kernels._linear import checks
+from ejkernel.kernels._linear import axes, checks
+from ejkernel.kernels._linear.gates import ARGUMENTS
 
-DIFFERENTIABLE = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "initial_state")
+DIFFERENTIABLE = ("query", "key", "value", *ARGUMENTS, "initial_state")
+EMPTY = "empty"  # the route of a call that computes nothing
 DECODED_TOKENS = 16  # the most that a call of a decoder has: one, or a few that are verified together
 
 
@@ -33,9 +35,15 @@ class RecurrenceProblem:
     """
 
     query: jax.Array
+    initial_state: jax.Array | None
     cu_seqlens: jax.Array | None
     traced_scale: jax.Array | None
     packed_rank3: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(B, T, H, K, V)."""
+        raise NotImplementedError
 
     @property
     def sequences(self) -> int:
@@ -50,6 +58,17 @@ class RecurrenceProblem:
     def output_dtype(self) -> np.dtype:
         """What a platform writes: query's dtype, or the state's when a traced scale is still to be applied."""
         return self.query.dtype if self.traced_scale is None else self.state_dtype
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are no tokens, so that nothing is computed. A number that is not known is not 0."""
+        return any(isinstance(size, int) and size == 0 for size in self.shape[:2])
+
+    def of_no_tokens(self) -> tuple[jax.Array, jax.Array]:
+        """(output, final state) of an empty call."""
+        (B, T, H, K, V), state = self.shape, self.initial_state
+        final = jnp.zeros((self.sequences, H, K, V), self.state_dtype) if state is None else state
+        return jnp.zeros((B, T, H, V), self.output_dtype), final
 
     def finish(self, output: jax.Array) -> jax.Array:
         """A platform's output `[B, T, H, V]` as the user gets it: scaled if the scale was traced, in the rank that came."""
@@ -95,14 +114,10 @@ class LinearProblem(RecurrenceProblem):
         reverse: bool = False,
     ) -> LinearProblem:
         """Checks every argument against the contract; ValueError or TypeError names the one that is wrong."""
-        q, k, v = (checks.float_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-        packed_rank3 = cu_seqlens is not None and q.ndim == 3
-        rank3 = "[tokens, heads, channels]" if packed_rank3 else None
-        q, k, v = (checks.rank4(name, x, rank3) for name, x in (("query", q), ("key", k), ("value", v)))
+        q, k, v, packed_rank3 = checks.rows(query, key, value, cu_seqlens)
         checks.query_key_value(q, k, v)
         dims = checks.Dims.of(q, k, v, sequences=checks.sequences(cu_seqlens, q))
         g, gk = checks.gates(dims, g, gk, packed_rank3)
-        scale, traced_scale = checks.scale(softmax_scale, dims.K)
         return cls(
             query=q,
             key=k,
@@ -111,13 +126,9 @@ class LinearProblem(RecurrenceProblem):
             g_gamma=checks.gamma(dims, g_gamma),
             gk=gk,
             gv=checks.channel_gate(dims, "gv", gv, packed_rank3),
-            initial_state=checks.initial_state(dims, initial_state, state_dtype(q)),
-            cu_seqlens=checks.cu_seqlens(cu_seqlens, q),
-            traced_scale=traced_scale,
-            scale=scale,
-            reverse=checks.flag("reverse", reverse),
             packed_rank3=packed_rank3,
             device=device_of((q, k, v)),
+            **shared_fields(dims, q, initial_state, cu_seqlens, softmax_scale, reverse),
         )
 
     @property
@@ -132,27 +143,28 @@ class LinearProblem(RecurrenceProblem):
 
     def splits(self) -> tuple[dict[str, tuple[str, ...]], tuple[tuple[str, ...], ...], tuple[str, ...], str]:
         """What the axes of the arrays are, what those of output and state are, which may be split, and what to do else."""
-        token = ("batch", "time", "heads")
-        sequence = "batch" if self.cu_seqlens is None else "packed sequences"
-        roles = {
-            **dict.fromkeys(("query", "key", "gk"), (*token, "key channels")),
-            **dict.fromkeys(("value", "gv"), (*token, "value channels")),
-            "g": token,
-            "g_gamma": (sequence, "heads"),
-            "initial_state": (sequence, "heads", "key channels", "value channels"),
-            "cu_seqlens": (sequence,),
-        }
-        advice = (
-            "A state goes through all tokens of a sequence and holds all channels of a head, so only batch and heads are "
-            "split: gather the other axis first, with jax.sharding.reshard(x, jax.P(...)) that names None there."
-        )
-        return roles, (roles["value"], roles["initial_state"]), ("batch", "heads"), advice
+        roles = {name: axes.roles(name, self.cu_seqlens is not None) for name in (*DIFFERENTIABLE, "cu_seqlens")}
+        return roles, (roles["value"], roles["initial_state"]), axes.FREE, axes.ADVICE
 
     @property
     def differentiable(self) -> dict[str, jax.Array]:
         """Those of the arrays with a gradient that are given."""
         given = {name: getattr(self, name) for name in DIFFERENTIABLE}
         return {name: x for name, x in given.items() if x is not None}
+
+
+def shared_fields(
+    dims: checks.Dims, q: jax.Array, initial_state: Any, cu_seqlens: Any, softmax_scale: Any, reverse: Any
+) -> dict[str, Any]:
+    """What every recurrence takes in the same way, checked, as fields of its problem."""
+    scale, traced_scale = checks.scale(softmax_scale, dims.K)
+    return {
+        "initial_state": checks.initial_state(dims, initial_state, state_dtype(q)),
+        "cu_seqlens": checks.cu_seqlens(cu_seqlens, q),
+        "traced_scale": traced_scale,
+        "scale": scale,
+        "reverse": checks.flag("reverse", reverse),
+    }
 
 
 def state_dtype(query: jax.Array) -> np.dtype:

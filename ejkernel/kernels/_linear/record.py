@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.kernels._linear.gates import CONSTANT, GATES
 from ejkernel.kernels._linear.operations import lightning_decay
@@ -18,14 +18,14 @@ from ejkernel.modules import (
     lightning_attention,
     recurrent_attention,
 )
-from ejkernel.testing import flash_linear
-from ejkernel.testing.contenders import Arrays, Contender, jitted
+from ejkernel.testing import flash_linear, jax_linear
+from ejkernel.testing.contenders import Contender, jitted
 from ejkernel.testing.hand_written import scan_attention
 from ejkernel.testing.judge import Judge, Part, of_recurrence
 from ejkernel.testing.linear_cases import CASES, LAYER, LIGHTNING_CASES, LinearCase
 from ejkernel.testing.linear_reference import linear_reference
 from ejkernel.testing.record import HeadsRecord
-from ejkernel.testing.shapes import Shape
+from ejkernel.testing.shapes import NAMES, Shape
 
 
 def _scan(record: LinearRecord) -> Contender:
@@ -35,25 +35,16 @@ def _scan(record: LinearRecord) -> Contender:
 
 def _flash_linear(record: LinearRecord) -> Contender:
     """flash-linear-attention, on torch copies of the arrays."""
-
-    def prepare(direction: str, arrays: Arrays) -> Callable[[jax.Array], Any]:
-        shape = (*arrays["query"].shape[:3], arrays["value"].shape[-1])
-        named = record.completed(arrays)
-        made: dict[int, flash_linear.FlashLinear] = {}
-
-        def run(cotangent: jax.Array) -> Any:
-            if id(cotangent) not in made:  # torch copies its arguments once, not in every call that is timed
-                made.clear()
-                made[id(cotangent)] = flash_linear.FlashLinear(named, jnp.broadcast_to(cotangent, shape))
-            call = made[id(cotangent)]
-            return call.forward() if direction == "forward" else call.both()
-
-        return run
-
-    return Contender(prepare, flash_linear.FlashLinear.wait, flash_linear.missing())
+    return flash_linear.contender(flash_linear.FlashLinear, record.completed)
 
 
-RIVALS: dict[str, Callable[[Any], Contender]] = {"scan": _scan, "fla": _flash_linear}
+def _jax_linear(record: LinearRecord) -> Contender:
+    """jax-linear-attention's kernels for Hopper."""
+    run = jax_linear.linear()
+    return jitted(lambda **arrays: run(**record.completed(arrays)), absent=jax_linear.missing(), library=jax_linear.LIBRARY)
+
+
+RIVALS: dict[str, Callable[[Any], Contender]] = {"scan": _scan, "fla": _flash_linear, "jla": _jax_linear}
 
 
 class LinearRecord(HeadsRecord):
@@ -75,7 +66,9 @@ class LinearRecord(HeadsRecord):
         return rows * shape.key_channels * shape.value_channels * (4 if direction == "forward" else 14)
 
     def cases(self) -> Sequence[LinearCase]:
-        return [case for case in CASES if set(case.gates) <= set(self.legal_gates)]
+        """Those whose gates are arguments of the operation; `g4` of a case is `g` per key channel."""
+        legal = {name for name in GATES if GATES[name].argument in inspect.signature(self.operation).parameters}
+        return [case for case in CASES if set(case.gates) <= legal]
 
     def judge(self, shape: Shape, arrays: Mapping[str, jax.Array], cotangent: jax.Array, gradients: bool) -> Judge:
         part = Part.of(shape, constant=CONSTANT)
@@ -93,7 +86,14 @@ class LightningRecord(LinearRecord):
 
 
 RECORDS = (
-    LinearRecord(operation=recurrent_attention, kernel=RecurrentAttention, legal_gates=(*GATES,), gates=("gk",), rivals=RIVALS),
-    LinearRecord(operation=gla_attention, kernel=GLAttention, legal_gates=("g", "g4", "g_gamma"), gates=("g4",), rivals=RIVALS),
+    LinearRecord(operation=recurrent_attention, kernel=RecurrentAttention, legal_gates=NAMES, gates=("gk",), rivals=RIVALS),
+    LinearRecord(
+        operation=gla_attention,
+        kernel=GLAttention,
+        legal_gates=("g", "gk", "g_gamma"),
+        gates=("gk",),
+        key_gate="g",
+        rivals=RIVALS,
+    ),
     LightningRecord(operation=lightning_attention, kernel=LightningAttention, options=LAYER, rivals=RIVALS),
 )

@@ -16,13 +16,18 @@ Axis = tuple[str, int] | None  # of an argument: its name and which of its axes
 
 
 def over_explicit_axes(
-    run: Callable[..., Any], arrays: Mapping[str, jax.Array], results: Sequence[Sequence[Axis]], per_token: Sequence[str]
+    run: Callable[..., Any],
+    arrays: Mapping[str, jax.Array],
+    results: Sequence[Sequence[Axis]],
+    per_token: Sequence[str],
+    advice: str = "",
 ) -> Callable[..., Any]:
     """`run`, made to take arrays of any mesh.
 
     Args:
         results: for each array that `run` returns, the argument's axis that each of its axes is; None: an axis of no argument.
         per_token: the arguments whose axis 1 is time, which cannot be split.
+        advice: what else the caller has for a split time, as a sentence.
 
     Raises:
         ValueError: time is split.
@@ -39,6 +44,7 @@ def over_explicit_axes(
             raise ValueError(
                 f"{name} is split over time (mesh axis {axes_of[name][1]!r}), which this call cannot compute: each token needs "
                 f"what came before it. Split another axis, or gather time first with jax.sharding.reshard."
+                f"{advice and f' {advice}'}"
             )
     placed = tuple(NamedSharding(mesh, PartitionSpec(*_distinct(axes_of, result))) for result in results)
     return jax.sharding.auto_axes(run, axes=explicit, out_sharding=placed)

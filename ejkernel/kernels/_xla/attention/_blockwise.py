@@ -31,6 +31,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
+from ejkernel._kept import ATTENTION_OUTPUT, ATTENTION_SUMS, named
 from ejkernel._sizes import as_value, known
 from ejkernel._varying import vary, varying_axes
 from ejkernel.kernels._attention.direct import direct_output
@@ -117,6 +118,7 @@ def _attend(blocks: Blocks, form: Any, leaves: list[Array]) -> Float[Array, "B T
 def _attend_jvp(blocks: Blocks, form: Any, primals: Any, tangents: Any) -> Any:
     (leaves,), (moved,) = primals, tangents
     output, lse = call(_Attend(blocks, form, keep_lse=True), *leaves)
+    output, lse = named(ATTENTION_OUTPUT, output), named(ATTENTION_SUMS, lse)
     moving = tuple(i for i, t in enumerate(moved) if not isinstance(t, SymbolicZero))
     if not moving:
         return output, jnp.zeros_like(output)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Float
 
+from ejkernel._kept import ATTENTION_OUTPUT, named
 from ejkernel._meshes import run_partitioned
 from ejkernel._sizes import known
 from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
@@ -70,7 +71,7 @@ class XlaAttention(Implementation[AttentionProblem, AttentionConfig]):
 @functools.partial(jax.jit, static_argnames="cfg")
 def _output(problem: AttentionProblem, cfg: AttentionConfig) -> Float[Array, "B T H V"]:
     if cfg.schedule == "direct":
-        return _partitioned(direct_output, problem, DIRECT_SPLITS, OUTPUT)
+        return named(ATTENTION_OUTPUT, _partitioned(direct_output, problem, DIRECT_SPLITS, OUTPUT))
     assert cfg.block_q is not None
     assert cfg.block_k is not None
     run = functools.partial(blockwise_output, block_q=cfg.block_q, block_k=cfg.block_k)

@@ -14,13 +14,12 @@ from ejkernel.kernels._xla.gated_delta_rule._chunk import Scores, ScoresGrads
 from ejkernel.kernels._xla.gated_delta_rule._triangular import (
     TILE,
     diagonal_blocks,
-    fitted,
     grown,
     level_pairs,
     lower_blocks,
     masked,
 )  # fmt: skip
-from ejkernel.kernels._xla.linear._products import Array, Level, Matmul, halves, joined, levels, push_down
+from ejkernel.kernels._xla.linear._products import Array, Level, Matmul, aligned, halves, joined, levels, push_down
 
 
 def scores(mm: Matmul, q: Array, k: Array, decay: Array) -> tuple[Scores, list[Level]]:
@@ -28,7 +27,8 @@ def scores(mm: Matmul, q: Array, k: Array, decay: Array) -> tuple[Scores, list[L
     rows, tile = q.shape[-2], min(TILE, q.shape[-2])
     tree = list(levels(decay, rows))
     diagonal = mm.row_sums(q * k)  # [..., C, 1]
-    N = _tiled(diagonal, tile) * fitted(np.eye(tile, dtype=np.dtype(q.dtype)), q.ndim + 1)  # [..., C/tile, tile, tile]
+    diagonal = _tiled(diagonal, tile)  # [..., C/tile, tile, 1]
+    N = diagonal * aligned(np.eye(tile), diagonal)  # [..., C/tile, tile, tile]
     M = jnp.zeros_like(N)
     for level in tree[:-1]:
         h = level.h
@@ -81,7 +81,7 @@ def gradients(mm: Matmul, q: Array, k: Array, s: Scores, tree: list[Level], d: S
         # Right rows have an adjoint of pre alone and left rows one of suf alone: what is not theirs is zero.
         at_level[h] = dright_q * right_q + dright_k * right_k + dleft * left_k
     last = (np.arange(rows) == rows - 1)[:, None]
-    dpre = d.qP * s.qP + d.kP * s.kP + jnp.where(fitted(last, q.ndim), d.total[..., None, :], 0)
+    dpre = d.qP * s.qP + d.kP * s.kP + masked(d.total[..., None, :], last)
     return dq, dk, push_down(at_level, dpre, d.ks * s.ks)
 
 

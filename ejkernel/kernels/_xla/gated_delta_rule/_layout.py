@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel._search import how_many_up_to
+
 Array = jax.Array
 
 
@@ -31,7 +33,7 @@ class Table(NamedTuple):
     """Packed rows: where each comes from and where each token went."""
 
     token_of: Array  # [chunks, C]: T where there is none
-    row_of: Array  # [T]: chunk * C + row
+    row_of: Array  # [T]: chunk * C + row; chunks * C where it is in none
     place: Place
 
 
@@ -59,7 +61,7 @@ class Layout:
         chunk_end = jnp.cumsum(chunks_of, dtype=jnp.int32)
         chunk_start = chunk_end - chunks_of
         chunk = jnp.arange(chunks, dtype=jnp.int32)
-        sequence = jnp.minimum(jnp.searchsorted(chunk_end, chunk, side="right").astype(jnp.int32), sequences - 1)
+        sequence = jnp.minimum(how_many_up_to(chunk_end, chunk), sequences - 1)
         index = chunk - chunk_start[sequence]  # which of its sequence's chunks this is
         used = chunk < chunk_end[-1]
         row = index[:, None] * rows + jnp.arange(rows, dtype=jnp.int32)[None]  # [chunks, C]: which row of its sequence
@@ -67,8 +69,9 @@ class Layout:
         token = high - 1 - row if reverse else low + row
         token_of = jnp.where(used[:, None] & (row < high - low), token, tokens)
         each = jnp.arange(tokens, dtype=jnp.int32)
-        mine = jnp.minimum(jnp.searchsorted(ends, each, side="right").astype(jnp.int32), sequences - 1)
+        mine = jnp.minimum(how_many_up_to(ends, each), sequences - 1)
         row_of = chunk_start[mine] * rows + (ends[mine] - 1 - each if reverse else each - starts[mine])
+        row_of = jnp.where(each < ends[-1], row_of, chunks * rows)  # what lies after the last sequence is in no row
         # An empty sequence at the end lends its place to chunks that nothing uses: its first one is its last, too, and hands on
         # the state, or its adjoint.
         place = Place(sequence, index == 0, index == jnp.maximum(chunks_of[sequence] - 1, 0), used)
@@ -99,7 +102,7 @@ class Layout:
     def joined(self, x: Array) -> Array:
         """`[chunks, B, C, ...]` as `[B, T, ...]`."""
         if self.table is not None:
-            return jnp.take(x.reshape(-1, *x.shape[3:]), self.table.row_of, axis=0, mode="clip")[None]
+            return jnp.take(x.reshape(-1, *x.shape[3:]), self.table.row_of, axis=0, mode="fill", fill_value=0)[None]
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], self.chunks * self.rows, *x.shape[3:])[:, : self.tokens]
 

@@ -183,18 +183,20 @@ def _gate(decay: Array | None) -> Any:
 def _steps(plan: Plan, layout: Layout, rows: Mapping[str, Array], state: Array) -> tuple[Array, Array]:
     """A chunk token by token: (state after it, output `[B, C, H, V]`). Two passes over the state for each token."""
     mm, x = plan.matmul, _read(plan, layout, rows)
-    x["query"], x["key"] = plan.query(x["query"]), plan.key(x["key"])
+    q, k = plan.query(x["query"]), plan.key(x["key"])  # [B, H, C, K]
+    # What needs no state is computed for the whole chunk: a step costs about as much as the operations that it starts.
+    read, by_row = jnp.stack([q, k], -2), {"key": k, "value": x["value"], "beta": x["beta"][..., None]}
     if "g" in x:
-        x["g"] = jnp.exp(x["g"] if x["g"].ndim == 4 else x["g"][..., None])  # [B, H, C, 1 | K]
-    by_token = {name: jnp.moveaxis(y, 2, 0) for name, y in x.items()}  # [C, B, H, ...]
+        by_row["decay"] = jnp.exp(x["g"] if x["g"].ndim == 4 else x["g"][..., None])  # [B, H, C, 1 | K]
+        read = read * by_row["decay"][..., None, :]
+    by_row |= {"read": read, "own": mm.row_sums(q * k)}  # [B, H, C, 2, K], [B, H, C, 1]
+    by_token = {name: jnp.moveaxis(y, 2, 0) for name, y in by_row.items()}  # [C, B, H, ...]
 
     def step(S: Array, row: dict[str, Array]) -> tuple[Array, Array]:
-        q, k = row["query"], row["key"]  # [B, H, K]
-        both = jnp.stack([q, k], -2)  # [B, H, 2, K]
-        seen = mm.nn(both * row["g"][..., None, :] if "g" in row else both, S)  # [B, H, 2, V]: read of the decayed state
-        u = row["beta"][..., None] * (row["value"] - seen[..., 1, :])  # [B, H, V]
-        S = (S * row["g"][..., None] if "g" in row else S) + k[..., None] * u[..., None, :]
-        return S, seen[..., 0, :] + jnp.sum(q * k, -1, keepdims=True) * u
+        seen = mm.nn(row["read"], S)  # [B, H, 2, V]: of the decayed state, by query and key
+        u = row["beta"] * (row["value"] - seen[..., 1, :])  # [B, H, V]
+        S = (S * row["decay"][..., None] if "decay" in row else S) + row["key"][..., None] * u[..., None, :]
+        return S, seen[..., 0, :] + row["own"] * u
 
     if layout.rows <= UNROLLED_STEPS:
         outputs = []

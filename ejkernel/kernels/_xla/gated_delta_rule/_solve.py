@@ -16,7 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from ejkernel._kept import RECURRENCE_OUTPUT, RECURRENCE_STATES, named
 from ejkernel.kernels._delta import DeltaProblem, GatedDeltaRuleConfig
+from ejkernel.kernels._linear.axes import SPLIT_TIME
+from ejkernel.kernels._linear.problem import EMPTY
 from ejkernel.kernels._xla._common.explicit_mesh import over_explicit_axes
 from ejkernel.kernels._xla._transposable import linear_map
 from ejkernel.kernels._xla.gated_delta_rule import _loop
@@ -29,18 +32,24 @@ DIFFERENTIABLE = ("query", "key", "value", "beta", "g", "initial_state")
 
 def solve(problem: DeltaProblem, cfg: GatedDeltaRuleConfig) -> tuple[Array, Array]:
     """(output `[B, T, H, V]` in `problem.output_dtype`, final state `[N, H, K, V]`)."""
-    B, T, H, K, V = problem.shape
-    if (isinstance(T, int) and T == 0) or (isinstance(B, int) and B == 0):
-        state = problem.initial_state
-        empty = jnp.zeros((B, T, H, V), problem.output_dtype)
-        return empty, jnp.zeros((problem.sequences, H, K, V), problem.state_dtype) if state is None else state
+    if problem.empty:
+        return problem.of_no_tokens()
     given = {name: x for name in (*DIFFERENTIABLE, "cu_seqlens") if (x := getattr(problem, name)) is not None}
     arrays = dict(zip(given, alike(list(given.values())), strict=True))
     cu_seqlens = arrays.pop("cu_seqlens", None)
     batch, heads, values = ("value", 0), ("value", 2), ("value", 3)
     placed = (batch, None, heads, values), (None if cu_seqlens is not None else batch, heads, ("key", 3), values)
-    run = over_explicit_axes(functools.partial(_solve, _plan(problem, cfg)), arrays, placed, _loop.PER_TOKEN)
+    run = over_explicit_axes(functools.partial(_solve, _plan(problem, cfg)), arrays, placed, _loop.PER_TOKEN, SPLIT_TIME)
     return run(arrays, cu_seqlens)
+
+
+def route(problem: DeltaProblem, cfg: GatedDeltaRuleConfig) -> str:
+    """Which way a call goes: step by step or in chunks, whose products follow the gate."""
+    if problem.empty:
+        return EMPTY
+    gate = "gate per key channel" if problem.per_channel else "no gate" if problem.g is None else "gate per head"
+    chunks = f"chunks of {_plan(problem, cfg).rows}, {gate}"
+    return chunks if cfg.schedule == "chunked" else f"step by step (gradient: {chunks})"
 
 
 def _plan(problem: DeltaProblem, cfg: GatedDeltaRuleConfig) -> Plan:
@@ -68,7 +77,8 @@ def _solve(plan: Plan, arrays: dict[str, Array], cu_seqlens: Array | None) -> tu
 def _solve_jvp(plan: Plan, primals: Any, tangents: Any) -> Any:
     arrays, cu_seqlens = primals
     moving = {name: t for name, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
-    output, final, states = _forward(plan, True, arrays, cu_seqlens)
+    output, *kept = _forward(plan, True, arrays, cu_seqlens)
+    output, (final, states) = named(RECURRENCE_OUTPUT, output), named(RECURRENCE_STATES, kept)
     if not moving:
         return (output, final), (jnp.zeros_like(output), jnp.zeros_like(final))
     tangent = _Derivative(plan, tuple(arrays), tuple(moving), cu_seqlens is not None)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels._xla.linear._products import Array, Matmul
+from ejkernel.kernels._xla.linear._products import Array, Matmul, aligned
 
 TILE = 16
 
@@ -55,8 +55,7 @@ def unit_lower(mm: Matmul, L: Array) -> UnitLower:
     """`I + L`; C is a power of two."""
     tile = min(TILE, L.shape[-1])
     tiles = diagonal_blocks(L, tile)  # [..., C/tile, tile, tile]
-    identity = jnp.asarray(fitted(np.eye(tile), tiles.ndim), L.dtype)
-    X = identity - masked(tiles, level_pairs(1, tile))
+    X = aligned(np.eye(tile), tiles) - masked(tiles, level_pairs(1, tile))
     h = 2
     while h < tile:
         X = X - mm.nn(mm.nn(X, masked(tiles, level_pairs(h, tile))), X)
@@ -75,14 +74,9 @@ def level_pairs(h: int, tile: int) -> np.ndarray:
     return (row // h % 2 == 1) & (column // h == row // h - 1)
 
 
-def fitted(x: np.ndarray, ndim: int) -> np.ndarray:
-    """`x` with as many axes as the array that it meets."""
-    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
-
-
 def masked(x: Array, mask: np.ndarray) -> Array:
     """`x` where the mask of its last axes is set, 0 elsewhere (also where x is not a number)."""
-    return jnp.where(fitted(mask, x.ndim), x, 0)
+    return jnp.where(aligned(mask, x, bool), x, 0)
 
 
 def diagonal_blocks(x: Array, h: int) -> Array:

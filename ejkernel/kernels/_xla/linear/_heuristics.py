@@ -12,7 +12,7 @@ import jax
 
 from ejkernel._sizes import known
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
-from ejkernel.kernels._linear.config import Schedule
+from ejkernel.kernels._linear.config import RecurrenceConfig, Schedule
 
 FEW_TOKENS = 8  # below, steps are cheaper than building a chunk on any device
 # Rows of all heads that one turn of the loop over chunks takes, on CPUs: enough products to share among threads, little
@@ -36,6 +36,12 @@ def heuristic(problem: LinearProblem) -> LinearConfig:
     few = known(B, H) and B * H * K * V <= FEW_STATES and K * V > NARROW
     stepwise = not wide and (per_channel or few)
     return _config(problem, "recurrent" if stepwise else "chunked", 64 if wide and not per_channel else 32)
+
+
+def no_tiles(cfg: RecurrenceConfig) -> str | None:
+    """Why xla does not run with a configuration: it names tiles, which nothing here would read."""
+    named = cfg.tiles()
+    return f"{' and '.join(named)} must be None on xla, which chooses tiles itself" if named else None
 
 
 def chunks_together(problem: LinearProblem, rows: int) -> int:
@@ -62,7 +68,7 @@ def candidates(problem: LinearProblem) -> list[LinearConfig]:
 
 
 def _config(problem: LinearProblem, schedule: Schedule, rows: int) -> LinearConfig:
-    """A chunk no longer than the call or the mean packed sequence: a slot costs the same whether it is full or not."""
+    """A chunk no longer than the call or the mean packed sequence: a run costs the same whether it is full or not."""
     if not known(problem.shape[1], problem.sequences):
         return LinearConfig(schedule, rows, platform="xla")
     tokens = max(problem.shape[1], 1)

@@ -17,8 +17,7 @@ class XlaLinear(Implementation[LinearProblem, LinearConfig]):
     """Takes every call with every configuration; tiles of channels are XLA's own choice."""
 
     def refuses(self, problem: LinearProblem, cfg: LinearConfig) -> str | None:
-        named = [name for name in ("block_k", "block_d", "num_warps", "num_stages") if getattr(cfg, name) is not None]
-        return f"{' and '.join(named)} must be None on xla, which chooses tiles itself" if named else None
+        return _heuristics.no_tiles(cfg)
 
     def heuristic(self, problem: LinearProblem) -> LinearConfig:
         return _heuristics.heuristic(problem)

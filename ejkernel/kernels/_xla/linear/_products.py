@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel._varying import constant
+
 Array = jax.Array
 SPREAD = 128  # columns from which x^T y is as fast as it stands on a CPU, measured with jax 0.10 and 0.12
 
@@ -41,9 +43,8 @@ class Matmul(NamedTuple):
 
     def exact(self, spec: str, x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
         """A sum written as a product with zeros and ones, without rounding the operands."""
-        return jnp.einsum(
-            spec, jnp.asarray(x, self.accumulate), jnp.asarray(y, self.accumulate), precision=lax.Precision.HIGHEST
-        )
+        x, y = (constant(z, self.accumulate) if isinstance(z, np.ndarray) else z.astype(self.accumulate) for z in (x, y))
+        return jnp.einsum(spec, x, y, precision=lax.Precision.HIGHEST)
 
     def row_sums(self, x: Array) -> Array:
         """Sums over the last axis, kept as an axis of one. As a product: XLA's CPU reductions there go one by one."""
@@ -84,9 +85,9 @@ def pass_on(S: Array, added: Array, factors: Sequence[Array | None], backwards: 
     return jnp.stack(entering[::-1] if backwards else entering, -3), S
 
 
-def aligned(constant: np.ndarray, x: Array, dtype: Any = None) -> Array:
+def aligned(values: np.ndarray, x: Array, dtype: Any = None) -> Array:
     """A constant for the last axes of x, in its rank, and in x's dtype unless another is named."""
-    return jnp.asarray(constant.reshape((1,) * (x.ndim - constant.ndim) + constant.shape), x.dtype if dtype is None else dtype)
+    return constant(values.reshape((1,) * (x.ndim - values.ndim) + values.shape), x.dtype if dtype is None else dtype)
 
 
 class Level(NamedTuple):

@@ -1,6 +1,6 @@
 """A linear-attention problem solved by XLA, differentiable in both modes.
 
-Reverse mode is the chunked backward pass with the inputs and one state per slot as residuals; forward mode differentiates
+Reverse mode is the chunked backward pass with the inputs and one state per run as residuals; forward mode differentiates
 the forward loops. Both hang on one derivative rule through `linear_map`, so `jax.jvp`, `jax.grad` and their compositions
 work; derivatives of derivatives are JAX's own, of the chunked form.
 """
@@ -16,26 +16,24 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from ejkernel._kept import RECURRENCE_OUTPUT, RECURRENCE_STATES, named
 from ejkernel._meshes import run_partitioned
 from ejkernel._sizes import known
 from ejkernel._varying import alike
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
+from ejkernel.kernels._linear.problem import DIFFERENTIABLE, EMPTY
 from ejkernel.kernels._xla._transposable import call, linear_map
-from ejkernel.kernels._xla.linear import _walk
+from ejkernel.kernels._xla.linear import _scan
 from ejkernel.kernels._xla.linear._heuristics import chunks_together
-from ejkernel.kernels._xla.linear._walk import Plan
+from ejkernel.kernels._xla.linear._scan import Plan
 
 Array = jax.Array
-DIFFERENTIABLE = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "initial_state")
 
 
 def solve(problem: LinearProblem, cfg: LinearConfig) -> tuple[Array, Array]:
     """(output `[B, T, H, V]` in `problem.output_dtype`, final state `[N, H, K, V]`)."""
-    B, T, H, K, V = problem.shape
-    if T == 0 or B == 0:
-        state = problem.initial_state
-        empty = jnp.zeros((B, T, H, V), problem.output_dtype)
-        return empty, jnp.zeros((problem.sequences, H, K, V), problem.state_dtype) if state is None else state
+    if problem.empty:
+        return problem.of_no_tokens()
     given = ((name, getattr(problem, name)) for name in (*DIFFERENTIABLE, "cu_seqlens"))
     arrays = alike({name: x for name, x in given if x is not None})
     plan = _plan(problem, cfg)
@@ -49,8 +47,8 @@ def solve(problem: LinearProblem, cfg: LinearConfig) -> tuple[Array, Array]:
 
 def route(problem: LinearProblem, cfg: LinearConfig) -> str:
     """Which way a call goes: step by step, or in chunks, of which the loop may take several at a time."""
-    if 0 in problem.shape[:2]:
-        return "empty"
+    if problem.empty:
+        return EMPTY
     plan = _plan(problem, cfg)
     gates = "gates per channel" if problem.gk is not None or problem.gv is not None else "gates per head"
     chunks = f"chunks of {plan.rows}, {plan.chunks} at a time, {gates}"
@@ -95,7 +93,8 @@ def _solve_jvp(plan: Plan, primals: Any, tangents: Any) -> Any:
     arrays, cu_seqlens = primals
     moving = {name: t for name, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
     flat, packed = _flat(arrays, cu_seqlens), cu_seqlens is not None
-    output, final, states = call(_Forward(plan, tuple(arrays), packed, keep_states=True), *flat)
+    output, *kept = call(_Forward(plan, tuple(arrays), packed, keep_states=True), *flat)
+    output, (final, states) = named(RECURRENCE_OUTPUT, output), named(RECURRENCE_STATES, kept)
     if not moving:
         return (output, final), (jnp.zeros_like(output), jnp.zeros_like(final))
     tangent = _Derivative(plan, tuple(arrays), tuple(moving), packed)
@@ -109,7 +108,7 @@ def _flat(arrays: dict[str, Array], cu_seqlens: Array | None) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
-    """`(*arrays, cu_seqlens?) -> (output, final)`, and the state before each slot when the gradient wants them.
+    """`(*arrays, cu_seqlens?) -> (output, final)`, and the state before each run when the gradient wants them.
 
     Those states are no result but something kept: their derivative is 0, and whoever takes them as an argument computes its
     own derivative from the arrays.
@@ -187,14 +186,14 @@ class _Derivative:
 def _forward(
     plan: Plan, keep_states: bool, arrays: dict[str, Array], cu_seqlens: Array | None
 ) -> tuple[Array, Array, Array | None]:
-    return _walk.forward(plan, arrays, cu_seqlens, keep_states)
+    return _scan.forward(plan, arrays, cu_seqlens, keep_states)
 
 
 @functools.partial(jax.jit, static_argnums=(0,))
 def _plain(plan: Plan, arrays: dict[str, Array], cu_seqlens: Array | None) -> tuple[Array, Array]:
     """(output, final state) by loops whose length is known, which JAX differentiates in reverse mode too."""
     plain = dataclasses.replace(plan, schedule="chunked", known_length=True)
-    return _walk.forward(plain, arrays, cu_seqlens, False)[:2]
+    return _scan.forward(plain, arrays, cu_seqlens, False)[:2]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -204,7 +203,7 @@ def _tangents(
     def run(some: dict[str, Array]) -> tuple[Array, Array]:
         if plain:
             return _plain(plan, {**arrays, **some}, cu_seqlens)
-        return _walk.forward(plan, {**arrays, **some}, cu_seqlens, False)[:2]
+        return _scan.forward(plan, {**arrays, **some}, cu_seqlens, False)[:2]
 
     return jax.jvp(run, ({name: arrays[name] for name in moving},), (moving,))[1]
 
@@ -219,4 +218,4 @@ def _backward(
     doutput: Array,
     dfinal: Array,
 ) -> dict[str, Array]:
-    return _walk.backward(plan, arrays, cu_seqlens, states, doutput, dfinal, wanted)
+    return _scan.backward(plan, arrays, cu_seqlens, states, doutput, dfinal, wanted)

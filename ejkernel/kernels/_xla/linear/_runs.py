@@ -1,8 +1,8 @@
-"""Where the slots of a call lie in time, and how their rows are read from and written to `[B, T, H, D]` arrays.
+"""Where the runs of a call lie in time, and how their rows are read from and written to `[B, T, H, D]` arrays.
 
-A slot is R rows of one sequence, which the loop takes at once. Slots are visited in the order of the recurrence; a slot that
-its sequence does not fill reads rows of its neighbours and masks them to steps that change nothing (q = k = v = 0, log decay
-0), and writes its own rows only. Slices and writes happen inside the loop over slots, so no array is copied into slot form.
+A run is R rows of one sequence, one or several chunks, which the loop takes at once. Runs are taken in the order of the
+recurrence. One that its sequence does not fill reads rows of its neighbours and masks them to steps that change nothing
+(q = k = v = 0, log decay 0), and writes its own rows only. Slices and writes happen inside the loop, so no array is copied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel._search import how_many_up_to
 from ejkernel._sizes import as_value, known
+from ejkernel._varying import constant
 
 Array = jax.Array
 
@@ -26,20 +28,20 @@ def _at_least(tokens: Any, rows: int) -> Any:
 
 
 class InSequence(NamedTuple):
-    """Where a slot stands among packed sequences."""
+    """Where a run stands among packed sequences."""
 
     sequence: Array
     first: Array  # whether the sequence begins here
     last: Array  # whether it ends here
 
 
-class Slot(NamedTuple):
+class Run(NamedTuple):
     """R rows. They are in the order of the recurrence: from the last token backwards when it is reversed."""
 
     start: Array  # first token that is read
-    mine: Array | None  # [R] which rows belong to the slot; None: all
+    mine: Array | None  # [R] which rows belong to the run; None: all
     packed: InSequence | None  # None: one sequence in each row of the batch
-    span: tuple[Array, Array]  # tokens [from, to) of the slot
+    span: tuple[Array, Array]  # tokens [from, to) of the run
 
 
 def take(x: Array, start: Array | int, count: int, axis: int = 1) -> Array:
@@ -62,8 +64,8 @@ def _starts(x: Array, start: Array | int, axis: int) -> list[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Slots:
-    """The slots of a call: `count` of them are used, `capacity` bounds the count when it is traced."""
+class Runs:
+    """The runs of a call: `count` of them are used, `capacity` bounds the count when it is traced."""
 
     rows: int  # R
     length: int  # T: the tokens there are
@@ -71,26 +73,26 @@ class Slots:
     reverse: bool
     capacity: int
     count: Array | int
-    ragged: bool  # whether some slot may not be full
+    ragged: bool  # whether some run may not be full
     table: tuple[Array, Array, Array, Array, Array] | None  # packed, each [capacity]: from, to, sequence, first, last
 
     @classmethod
-    def dense(cls, rows: int, tokens: int, reverse: bool) -> Slots:
+    def dense(cls, rows: int, tokens: int, reverse: bool) -> Runs:
         """One sequence in each row of the batch."""
         count = -(-tokens // rows)
         ragged = not known(tokens) or tokens % rows != 0
         return cls(rows, tokens, _at_least(tokens, rows), reverse, count, as_value(count), ragged, None)
 
     @classmethod
-    def packed(cls, rows: int, tokens: int, reverse: bool, cu_seqlens: Array) -> Slots:
-        """Sequences end to end in one row: sequence n has ceil(length / R) slots, at most T // R + N in all."""
+    def packed(cls, rows: int, tokens: int, reverse: bool, cu_seqlens: Array) -> Runs:
+        """Sequences end to end in one row: sequence n has ceil(length / R) runs, at most T // R + N in all."""
         sequences = cu_seqlens.shape[0] - 1
         capacity = tokens // rows + sequences
-        slots_of = -(-jnp.diff(cu_seqlens) // rows)  # [N]
-        ends = jnp.cumsum(slots_of)  # [N]
+        runs_of = -(-jnp.diff(cu_seqlens) // rows)  # [N]
+        ends = jnp.cumsum(runs_of)  # [N]
         index = jnp.arange(capacity, dtype=jnp.int32)
-        sequence = jnp.minimum(jnp.searchsorted(ends, index, side="right"), sequences - 1).astype(jnp.int32)
-        place = index - (ends - slots_of)[sequence]  # which of its sequence's slots this is
+        sequence = jnp.minimum(how_many_up_to(ends, index), sequences - 1)
+        place = index - (ends - runs_of)[sequence]  # which of its sequence's runs this is
         lower, upper = cu_seqlens[sequence], cu_seqlens[sequence + 1]
         if reverse:
             high = upper - place * rows
@@ -98,10 +100,10 @@ class Slots:
         else:
             low = lower + place * rows
             high = jnp.minimum(low + rows, upper)
-        table = (low, high, sequence, place == 0, place == slots_of[sequence] - 1)
+        table = (low, high, sequence, place == 0, place == runs_of[sequence] - 1)
         return cls(rows, tokens, _at_least(tokens, rows), reverse, capacity, ends[-1].astype(jnp.int32), True, table)
 
-    def at(self, i: Array) -> Slot:
+    def at(self, i: Array) -> Run:
         packed: InSequence | None = None
         if self.table is not None:
             low, high, *place = (take(x, i, 1, axis=0)[0] for x in self.table)
@@ -113,35 +115,35 @@ class Slots:
         start = jnp.clip(low, 0, as_value(self.tokens - self.rows)) if self.ragged else low
         mine = None
         if self.ragged:
-            token = start + np.arange(self.rows, dtype=np.int32)
+            token = start + constant(np.arange(self.rows, dtype=np.int32))
             mine = (token >= low) & (token < high)
             mine = mine[::-1] if self.reverse else mine
-        return Slot(start, mine, packed, (low, high))
+        return Run(start, mine, packed, (low, high))
 
     def padded(self, x: Array) -> Array:
-        """`x [B, T, ...]` with zero rows after the last token when there are fewer than one slot's."""
+        """`x [B, T, ...]` with zero rows after the last token when there are fewer than one run's."""
         missing = self.tokens - x.shape[1]
         return x if missing == 0 else jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
 
-    def read(self, x: Array, slot: Slot, heads: int, dtype: np.dtype) -> Array:
-        """The slot's rows of `x [B, T, h, ...]` as `[B, heads, R, ...]`; h divides heads; foreign rows are 0."""
-        rows = take(x, slot.start, self.rows).astype(dtype)
+    def read(self, x: Array, run: Run, heads: int, dtype: np.dtype) -> Array:
+        """The run's rows of `x [B, T, h, ...]` as `[B, heads, R, ...]`; h divides heads; foreign rows are 0."""
+        rows = take(x, run.start, self.rows).astype(dtype)
         rows = rows[:, ::-1] if self.reverse else rows
-        if slot.mine is not None:
-            rows = jnp.where(slot.mine.reshape(1, -1, *[1] * (x.ndim - 2)), rows, 0)
+        if run.mine is not None:
+            rows = jnp.where(run.mine.reshape(1, -1, *[1] * (x.ndim - 2)), rows, 0)
         rows = jnp.swapaxes(rows, 1, 2)  # [B, h, R, ...]
         return rows if rows.shape[1] == heads else jnp.repeat(rows, heads // rows.shape[1], axis=1)
 
-    def write(self, x: Array, slot: Slot, rows: Array) -> Array:
-        """`x [B, T, h, ...]` with the slot's rows set from `[B, heads, R, ...]`, summed over the heads of a group."""
+    def write(self, x: Array, run: Run, rows: Array) -> Array:
+        """`x [B, T, h, ...]` with the run's rows set from `[B, heads, R, ...]`, summed over the heads of a group."""
         group = rows.shape[1] // x.shape[2]
         if group > 1:
             rows = rows.reshape(rows.shape[0], x.shape[2], group, *rows.shape[2:]).sum(2)
         rows = jnp.swapaxes(rows, 1, 2).astype(x.dtype)  # [B, R, h, ...]
-        mine = slot.mine
+        mine = run.mine
         if self.reverse:
             rows, mine = rows[:, ::-1], None if mine is None else mine[::-1]
         if mine is not None:
-            old = take(x, slot.start, self.rows)
+            old = take(x, run.start, self.rows)
             rows = jnp.where(mine.reshape(1, -1, *[1] * (x.ndim - 2)), rows, old)
-        return put(x, rows, slot.start)
+        return put(x, rows, run.start)

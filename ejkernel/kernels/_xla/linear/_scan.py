@@ -1,8 +1,8 @@
-"""The loops over slots of M chunks each: forward in the order of the recurrence, backward against it.
+"""The state scan: loops over runs of M chunks each, forward in the order of the recurrence, backward against it.
 
-Chunks of one slot are computed side by side, which gives the device M times as many matrix products to spread; only the state
-passes through them in turn, and from slot to slot in the loop's carry. Outputs and gradients are written into carried arrays.
-The forward pass keeps the state before each slot when a gradient will be asked; the backward pass recomputes everything else.
+Chunks of one run are computed side by side, which gives the device M times as many matrix products to spread. Only the state
+passes through them in turn, and from run to run in the loop's carry. Outputs and gradients are written into carried arrays.
+The forward pass keeps the state before each run when a gradient will be asked; the backward pass recomputes everything else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ejkernel._sizes import as_value
 from ejkernel._varying import vary, varying_axes
 from ejkernel.kernels._xla.linear import _gated_chunk, _scalar_chunk
 from ejkernel.kernels._xla.linear._products import Matmul
-from ejkernel.kernels._xla.linear._slots import Slot, Slots, put, take
+from ejkernel.kernels._xla.linear._runs import Run, Runs, put, take
 
 Array = jax.Array
 Arrays = Mapping[str, Array]  # query, key, value and those of g, g_gamma, gk, gv, initial_state that are given
@@ -34,7 +34,7 @@ class Plan:
 
     schedule: str
     rows: int  # tokens per chunk
-    chunks: int  # chunks per slot
+    chunks: int  # chunks per run
     scale: float
     reverse: bool
     state: np.dtype
@@ -47,24 +47,24 @@ class Plan:
     def matmul(self) -> Matmul:
         return Matmul(self.operand, self.state, self.on_cpu)
 
-    def slots(self, tokens: int, cu_seqlens: Array | None) -> Slots:
+    def runs(self, tokens: int, cu_seqlens: Array | None) -> Runs:
         if cu_seqlens is None:
-            return Slots.dense(self.rows * self.chunks, tokens, self.reverse)
-        return Slots.packed(self.rows * self.chunks, tokens, self.reverse, cu_seqlens)
+            return Runs.dense(self.rows * self.chunks, tokens, self.reverse)
+        return Runs.packed(self.rows * self.chunks, tokens, self.reverse, cu_seqlens)
 
     def split(self, x: Array) -> Array:
-        """A slot's rows `[B, H, M * C, ...]` by chunks, `[B, H, M, C, ...]`."""
+        """A run's rows `[B, H, M * C, ...]` by chunks, `[B, H, M, C, ...]`."""
         return x.reshape(*x.shape[:2], self.chunks, self.rows, *x.shape[3:])
 
     def joined(self, x: Array) -> Array:
-        """The rows of a slot's chunks `[B, H, M, C, ...]` as `[B, H, M * C, ...]`."""
+        """The rows of a run's chunks `[B, H, M, C, ...]` as `[B, H, M * C, ...]`."""
         return x.reshape(*x.shape[:2], self.chunks * self.rows, *x.shape[4:])
 
 
 def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: bool) -> tuple[Array, Array, Array | None]:
-    """(output `[B, T, H, V]`, final state `[N, H, K, V]`, the state before each slot `[slots, B, H, K, V]` if kept)."""
+    """(output `[B, T, H, V]`, final state `[N, H, K, V]`, the state before each run `[runs, B, H, K, V]` if kept)."""
     (B, T, H, K), V = arrays["query"].shape, arrays["value"].shape[-1]
-    slots = plan.slots(T, cu_seqlens)
+    runs = plan.runs(T, cu_seqlens)
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     axes = varying_axes(*arrays.values())
     zeros = lambda *shape, dtype=plan.state: vary(jnp.zeros(shape, dtype), axes)
@@ -74,35 +74,35 @@ def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: b
         output = zeros(B, T, H, V, dtype=plan.output)
         state, output = _steps(plan, arrays, None, initial, output, (0, as_value(T)))
         return output, state, None
-    arrays = _padded(slots, arrays)
+    arrays = _padded(runs, arrays)
 
     def body(i: Array, carry: Any) -> Any:
         state, output, finals, states = carry
-        slot = slots.at(i)
-        if slot.packed is not None:
-            state = jnp.where(slot.packed.first, take(initial, slot.packed.sequence, 1, axis=0), state)
+        run = runs.at(i)
+        if run.packed is not None:
+            state = jnp.where(run.packed.first, take(initial, run.packed.sequence, 1, axis=0), state)
         if states is not None:
             states = put(states, state[None], i, axis=0)
         if plan.schedule == "recurrent":
-            state, output = _steps(plan, arrays, slot, state, output, slot.span)
+            state, output = _steps(plan, arrays, run, state, output, run.span)
         else:
-            state, rows = _chunk_forward(plan, arrays, slots, slot, state)
-            output = slots.write(output, slot, rows * plan.scale)
-        if slot.packed is not None:  # each slot of a sequence writes; its last one stays
-            finals = put(finals, state, slot.packed.sequence, axis=0)
+            state, rows = _chunk_forward(plan, arrays, runs, run, state)
+            output = runs.write(output, run, rows * plan.scale)
+        if run.packed is not None:  # each run of a sequence writes; its last one stays
+            finals = put(finals, state, run.packed.sequence, axis=0)
         return state, output, finals, states
 
     packed = cu_seqlens is not None
     start = (
         zeros(B, H, K, V) if packed else initial,
-        zeros(B, slots.tokens, H, V, dtype=plan.output),
+        zeros(B, runs.tokens, H, V, dtype=plan.output),
         initial if packed else None,
-        zeros(slots.capacity, B, H, K, V) if keep_states else None,
+        zeros(runs.capacity, B, H, K, V) if keep_states else None,
     )
     if plan.known_length and packed:
-        end = lax.fori_loop(0, slots.capacity, functools.partial(_if_used, slots, body), start)
+        end = lax.fori_loop(0, runs.capacity, functools.partial(_if_used, runs, body), start)
     else:
-        end = lax.fori_loop(0, slots.count, body, start)
+        end = lax.fori_loop(0, runs.count, body, start)
     state, output, finals, states = end
     return output[:, :T], finals if packed else state, states
 
@@ -113,9 +113,9 @@ def backward(
     """The gradients of the `wanted` arrays from the cotangents of output and final state."""
     given = dict(arrays)
     (B, T, H, K), V = given["query"].shape, given["value"].shape[-1]
-    slots = plan.slots(T, cu_seqlens)
+    runs = plan.runs(T, cu_seqlens)
     axes = varying_axes(*given.values(), doutput, dfinal, states)
-    arrays, doutput = _padded(slots, given), slots.padded(doutput)
+    arrays, doutput = _padded(runs, given), runs.padded(doutput)
     time_grads = [name for name in wanted if name not in ("g_gamma", "initial_state")]
     empty = {name: vary(jnp.zeros_like(arrays[name]), axes) for name in time_grads}
     dgamma = vary(jnp.zeros(given["g_gamma"].shape, plan.state), axes) if "g_gamma" in wanted else None
@@ -123,21 +123,21 @@ def backward(
 
     def body(step: Array, carry: Any) -> Any:
         dstate, dinitials, grads, dgamma = carry
-        i = slots.count - 1 - step
-        slot = slots.at(i)
-        if slot.packed is not None:
-            dstate = jnp.where(slot.packed.last, take(dfinal, slot.packed.sequence, 1, axis=0), dstate)
+        i = runs.count - 1 - step
+        run = runs.at(i)
+        if run.packed is not None:
+            dstate = jnp.where(run.packed.last, take(dfinal, run.packed.sequence, 1, axis=0), dstate)
         state = take(states, i, 1, axis=0)[0]
-        drows = slots.read(doutput, slot, H, plan.state) * plan.scale
-        dstate, found = _chunk_backward(plan, arrays, slots, slot, state, dstate, drows)
-        grads = {name: slots.write(grads[name], slot, found[name]) for name in grads}
+        drows = runs.read(doutput, run, H, plan.state) * plan.scale
+        dstate, found = _chunk_backward(plan, arrays, runs, run, state, dstate, drows)
+        grads = {name: runs.write(grads[name], run, found[name]) for name in grads}
         if dgamma is not None:
-            per_row = found["g_gamma"] if slot.mine is None else jnp.where(slot.mine[None, None], found["g_gamma"], 0)
+            per_row = found["g_gamma"] if run.mine is None else jnp.where(run.mine[None, None], found["g_gamma"], 0)
             total = jnp.sum(per_row, -1)  # [B, H]
-            at = 0 if slot.packed is None else slot.packed.sequence
+            at = 0 if run.packed is None else run.packed.sequence
             dgamma = put(dgamma, take(dgamma, at, B, axis=0) + total, at, axis=0)
-        if slot.packed is not None:  # against the recurrence a sequence's first slot comes last, and stays
-            dinitials = put(dinitials, dstate, slot.packed.sequence, axis=0)
+        if run.packed is not None:  # against the recurrence a sequence's first run comes last, and stays
+            dinitials = put(dinitials, dstate, run.packed.sequence, axis=0)
         return dstate, dinitials, grads, dgamma
 
     packed = cu_seqlens is not None
@@ -147,7 +147,7 @@ def backward(
         empty,
         dgamma,
     )
-    dstate, dinitials, grads, dgamma = lax.fori_loop(0, slots.count, body, start)
+    dstate, dinitials, grads, dgamma = lax.fori_loop(0, runs.count, body, start)
     grads = {name: grad[:, :T] for name, grad in grads.items()}
     if dgamma is not None:
         grads["g_gamma"] = dgamma.astype(given["g_gamma"].dtype)
@@ -156,32 +156,30 @@ def backward(
     return grads
 
 
-def _if_used(slots: Slots, body: Any, i: Array, carry: Any) -> Any:
-    """`body`, for slots that are used."""
-    return lax.cond(i < slots.count, functools.partial(body, i), lambda carry: carry, carry)
+def _if_used(runs: Runs, body: Any, i: Array, carry: Any) -> Any:
+    """`body`, for runs that are used."""
+    return lax.cond(i < runs.count, functools.partial(body, i), lambda carry: carry, carry)
 
 
-def _padded(slots: Slots, arrays: Arrays) -> dict[str, Array]:
-    return {name: x if name in ("g_gamma", "initial_state") else slots.padded(x) for name, x in arrays.items()}
+def _padded(runs: Runs, arrays: Arrays) -> dict[str, Array]:
+    return {name: x if name in ("g_gamma", "initial_state") else runs.padded(x) for name, x in arrays.items()}
 
 
-def _decays(
-    plan: Plan, arrays: Arrays, slots: Slots, slot: Slot, heads: int
-) -> tuple[Array | None, Array | None, Array | None]:
-    """The slot's decays, per row `[B, H, C]`, per key channel `[B, H, C, K]`, per value channel `[B, H, C, V]`.
+def _decays(plan: Plan, arrays: Arrays, runs: Runs, run: Run, heads: int) -> tuple[Array | None, Array | None, Array | None]:
+    """The run's decays, per row `[B, H, C]`, per key channel `[B, H, C, K]`, per value channel `[B, H, C, V]`.
 
     A decay per row goes with the key channels, else with the value channels, when there are such gates.
     """
     per_row = None
     if "g" in arrays:
-        per_row = jnp.exp(slots.read(arrays["g"], slot, heads, plan.state))
+        per_row = jnp.exp(runs.read(arrays["g"], run, heads, plan.state))
     if "g_gamma" in arrays:
         gamma = arrays["g_gamma"].astype(plan.state)  # [N, H]
-        gamma = gamma if slot.packed is None else take(gamma, slot.packed.sequence, 1, axis=0)
-        constant = jnp.broadcast_to(jnp.exp(gamma)[..., None], (*gamma.shape, slots.rows))
-        constant = constant if slot.mine is None else jnp.where(slot.mine[None, None], constant, 1)
+        gamma = gamma if run.packed is None else take(gamma, run.packed.sequence, 1, axis=0)
+        constant = jnp.broadcast_to(jnp.exp(gamma)[..., None], (*gamma.shape, runs.rows))
+        constant = constant if run.mine is None else jnp.where(run.mine[None, None], constant, 1)
         per_row = constant if per_row is None else per_row * constant
-    a, b = (jnp.exp(slots.read(arrays[n], slot, heads, plan.state)) if n in arrays else None for n in ("gk", "gv"))
+    a, b = (jnp.exp(runs.read(arrays[n], run, heads, plan.state)) if n in arrays else None for n in ("gk", "gv"))
     if per_row is not None and a is not None:
         return None, a * per_row[..., None], b
     if per_row is not None and b is not None:
@@ -189,10 +187,10 @@ def _decays(
     return per_row, a, b
 
 
-def _chunk_forward(plan: Plan, arrays: Arrays, slots: Slots, slot: Slot, state: Array) -> tuple[Array, Array]:
+def _chunk_forward(plan: Plan, arrays: Arrays, runs: Runs, run: Run, state: Array) -> tuple[Array, Array]:
     heads = arrays["query"].shape[2]
-    q, k, v = (plan.split(slots.read(arrays[name], slot, heads, plan.state)) for name in ("query", "key", "value"))
-    w, a, b = (plan.split(x) if x is not None else None for x in _decays(plan, arrays, slots, slot, heads))
+    q, k, v = (plan.split(runs.read(arrays[name], run, heads, plan.state)) for name in ("query", "key", "value"))
+    w, a, b = (plan.split(x) if x is not None else None for x in _decays(plan, arrays, runs, run, heads))
     if a is None and b is None:
         state, output = _scalar_chunk.forward(plan.matmul, state, q, k, v, w)
     else:
@@ -201,12 +199,12 @@ def _chunk_forward(plan: Plan, arrays: Arrays, slots: Slots, slot: Slot, state: 
 
 
 def _chunk_backward(
-    plan: Plan, arrays: Arrays, slots: Slots, slot: Slot, state: Array, dstate: Array, drows: Array
+    plan: Plan, arrays: Arrays, runs: Runs, run: Run, state: Array, dstate: Array, drows: Array
 ) -> tuple[Array, dict[str, Array]]:
-    """(adjoint of the state before the slot, gradients by name, each `[B, H, C, ...]`)."""
+    """(adjoint of the state before the run, gradients by name, each `[B, H, C, ...]`)."""
     heads = arrays["query"].shape[2]
-    q, k, v = (plan.split(slots.read(arrays[name], slot, heads, plan.state)) for name in ("query", "key", "value"))
-    w, a, b = (plan.split(x) if x is not None else None for x in _decays(plan, arrays, slots, slot, heads))
+    q, k, v = (plan.split(runs.read(arrays[name], run, heads, plan.state)) for name in ("query", "key", "value"))
+    w, a, b = (plan.split(x) if x is not None else None for x in _decays(plan, arrays, runs, run, heads))
     drows = plan.split(drows)
     if a is None and b is None:
         dstate, scalar = _scalar_chunk.backward(plan.matmul, state, dstate, q, k, v, w, drows)
@@ -224,7 +222,7 @@ def _chunk_backward(
 
 
 def _steps(
-    plan: Plan, arrays: Arrays, slot: Slot | None, state: Array, output: Array, span: tuple[Array | int, Array | int]
+    plan: Plan, arrays: Arrays, run: Run | None, state: Array, output: Array, span: tuple[Array | int, Array | int]
 ) -> tuple[Array, Array]:
     """The recurrence token by token over `span`: (state after it, output with its rows written)."""
     heads = arrays["query"].shape[2]
@@ -250,7 +248,7 @@ def _steps(
 
     if "g_gamma" in arrays:
         gamma = arrays["g_gamma"].astype(plan.state)
-        gamma = gamma if slot is None or slot.packed is None else take(gamma, slot.packed.sequence, 1, axis=0)
+        gamma = gamma if run is None or run.packed is None else take(gamma, run.packed.sequence, 1, axis=0)
         constant = jnp.exp(gamma)[..., None, None]  # [B, H, 1, 1]
     count = span[1] - span[0]
     if isinstance(count, int) and count <= UNROLLED_STEPS:
