@@ -212,6 +212,7 @@ def _dropout_factors(problem: AttentionProblem) -> np.ndarray | None:
 
 
 Case = AttentionCase
+Wide = functools.partial(Case, dtype="bfloat16", batch=1, heads=2, kv_heads=1)
 CASES = [
     Case("plain"),
     Case("causal", causal=True),
@@ -254,5 +255,8 @@ CASES = [
     Case("extreme", size=1e4, causal=True),
     Case("bfloat16", dtype="bfloat16", causal=True, q_len=64, kv_len=64),
     Case("bfloat16-sinks", dtype="bfloat16", sinks=("H", 1), window=9, bias=(1, 1, "T", "S")),
+    Wide("bfloat16-64-channels", channels=64, value_channels=64, q_len=90, kv_len=90, causal=True, soft_cap=20.0),
+    Wide("bfloat16-128-channels", channels=128, value_channels=128, q_len=90, kv_len=90, window=(40, 0), sinks=("H", 1)),
+    Wide("bfloat16-128-channels-one-query", channels=128, value_channels=128, q_len=1, kv_len=600),
     Case("float16", dtype="float16", causal=True),
 ]

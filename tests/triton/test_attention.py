@@ -30,6 +30,7 @@ INTERPRETED = (
     "causal", "causal-more-queries", "multi-query", "one-query", "other-value-channels", "window", "window-past-the-keys",
     "mask-keys", "mask-kv-heads", "bias-kv-heads", "bias-keys", "bias-queries", "sinks-heads", "soft-cap", "dropout-everything",
     "packed-causal", "decode", "extreme", "bfloat16-sinks", "float16",
+    "bfloat16-64-channels", "bfloat16-128-channels-one-query",
 )  # fmt: skip
 # Small tiles make few tokens many tiles: those that are skipped, seen in part and seen wholly are all there.
 SMALL = Kernels(*[Tiles(16, 16, 4, 1)] * 4)
@@ -122,8 +123,8 @@ def test_decoding_with_a_part_that_sees_nothing():
     check(case)
 
 
-def _pairs(info: MaskInfo | None, mask: Any, left: int | None, right: int | None, T: int, S: int) -> np.ndarray:
-    """Which pairs attend, `[1, 1, T, S]`."""
+def _attending(info: MaskInfo | None, mask: Any, left: int | None, right: int | None, T: int, S: int) -> np.ndarray:
+    """Which queries attend to which keys, `[1, 1, T, S]`."""
     keep = np.ones((1, 1, T, S), bool) if mask is None else np.broadcast_to(np.asarray(mask), (1, 1, T, S)).copy()
     q, k = np.arange(T)[None], np.arange(S)[None]
     if info is not None:
@@ -142,7 +143,7 @@ def test_tiles_that_are_left_out_see_nothing(kind, of_keys):
     ids = np.repeat(np.array([[0, 1, 2, -1]], np.int32), (5, 31, 10, 4), axis=1)
     info = MaskInfo.from_segments(jnp.asarray(ids)) if "packed" in kind else None
     mask = jnp.asarray(np.random.default_rng(0).random((1, 1, T, S)) < 0.98) if "mask" in kind else None
-    keep = _pairs(info, mask, left, right, T, S)[0, 0]
+    keep = _attending(info, mask, left, right, T, S)[0, 0]
     problem = AttentionProblem.from_arguments(
         *[jnp.zeros((1, T, 1, 8))] * 3, mask_info=info, attention_mask=mask, sliding_window=(left, right)
     )
@@ -208,7 +209,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_of_jax_change_nothing(setting):
-    case = AttentionCase("settings", batch=1, heads=2, kv_heads=1, segments="packed", causal=True, mask="keys", sinks=(1,))
+    case = AttentionCase("settings", batch=1, heads=2, kv_heads=1, segments="packed", causal=True, mask=1, sinks=(1,))
     want = case.expected()  # before the setting, which the reference may not bear
     arrays, options, d_output = case.arrays, case.options, case.d_output
     with SETTINGS[setting]():
@@ -231,14 +232,14 @@ def test_a_named_configuration_is_followed():
     assert TRITON.route(case.problem, cfg) == "flash"
 
 
-def test_a_mask_has_tiles_of_its_own():
-    """Two programs with three loads in flight would not fit a multiprocessor beside the mask's tiles."""
-    q, mask = jnp.ones((1, 64, 1, 128), jnp.bfloat16), jnp.ones((1, 1, 64, 64), bool)
+def test_a_bias_has_tiles_of_its_own():
+    """Two programs with three loads in flight would not fit a multiprocessor beside the bias's tiles; bits of a mask do."""
+    q, bias = jnp.ones((1, 64, 1, 128), jnp.bfloat16), jnp.ones((1, 1, 64, 64), jnp.bfloat16)
     with on_device(Device("gpu", "NVIDIA H200", 90)):
         tiles = lambda **given: Plan.of(AttentionProblem.from_arguments(q, q, q, **given), HEURISTIC).forward
-        assert tiles() == Tiles(64, 64, 4, 3)
-        assert tiles(attention_mask=mask) == Tiles(128, 64, 8, 3)
-        assert tiles(attention_mask=mask[:, :, :1]) == Tiles(64, 64, 4, 3)
+        assert tiles() == tiles(attention_mask=bias > 0) == Tiles(64, 64, 4, 3)
+        assert tiles(bias=bias) == Tiles(128, 64, 8, 3)
+        assert tiles(bias=bias[:, :, :1]) == Tiles(64, 64, 4, 3)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="compiled kernels")

@@ -138,16 +138,18 @@ def mask(argument: str, value: Any, shape: Shape) -> Bool[Array, "b h t s"]:
     value = as_array(argument, value)
     if value.dtype != bool:
         raise TypeError(f"{argument} must be bool (True = attend); got {value.dtype}. An additive mask goes to bias.")
+    given = value.shape
     if value.ndim == 2:
         value = value[:, None, None, :]
     elif value.ndim == 3:
         value = value[:, None, :, :]
     elif value.ndim != 4:
         raise ValueError(f"{argument} must be [B, S], [B, T, S] or [B, heads, T, S]; got shape {list(value.shape)}.")
-    return _plane(argument, value, shape)
+    return _plane(argument, value, shape, given)
 
 
-def _plane(argument: str, value: Array, shape: Shape) -> Array:
+def _plane(argument: str, value: Array, shape: Shape, given: tuple[int, ...] | None = None) -> Array:
+    """`value`, if it has the sizes of a plane of scores; `given`: its shape as the caller has it."""
     legal = (
         {1, shape.batch},
         {1, shape.kv_heads, shape.heads},
@@ -155,7 +157,9 @@ def _plane(argument: str, value: Array, shape: Shape) -> Array:
         {1, shape.kv_len},
     )
     if any(size not in sizes for size, sizes in zip(value.shape, legal, strict=True)):
-        raise ValueError(f"{argument} must be {shape.plane} to match query and key; got {list(value.shape)}.")
+        got = value.shape if given is None else given
+        keys = f" Rank 2 is [batch, keys], here [{shape.batch}, {shape.kv_len}]." if len(got) == 2 and given is not None else ""
+        raise ValueError(f"{argument} must be {shape.plane} to match query and key; got {list(got)}.{keys}")
     return value
 
 

@@ -18,15 +18,15 @@ class AttentionConfig:
     """What runs, for one call of `attention`.
 
     Attributes:
-        schedule: "direct" keeps all scores in memory; "blockwise" walks over key blocks with an online softmax and
-            recomputes scores for the gradient, in memory linear in the length; "fused" is the platform's own single kernel;
-            "flash" is the same as blocks in Triton kernels, for NVIDIA GPUs.
-        block_q: queries in a block; only "blockwise" and "flash" have blocks (None means 512, or what the kernel chooses).
+        schedule: "direct" keeps all scores in memory; "blockwise" goes over key blocks with an online softmax and
+            recomputes scores for the gradient, in memory linear in the length; "flash" does the same in kernels, by triton for
+            NVIDIA GPUs and by pallas for TPUs; "fused" is cuDNN's kernel.
+        block_q: queries in a block, for "blockwise" (None means 512) and "flash" (None means what the kernel chooses).
         block_k: keys in a block, likewise.
-        platform: "xla", "cuda" or "triton"; "auto" takes the best one that supports the call.
+        platform: "xla", "cuda", "triton" or "pallas"; "auto" takes the best one that supports the call.
         backend: the kind of device, "any" for the one JAX computes on.
-        num_warps: of "flash" alone: warps of a program; None: what the kernel chooses.
-        num_stages: of "flash" alone: loads in flight; None: as many as fit, up to what the kernel chooses.
+        num_warps: warps of a program, for "flash" on triton alone; None: what the kernel chooses.
+        num_stages: loads in flight, likewise; None: as many as fit, up to what the kernel chooses.
 
     Example:
         >>> AttentionConfig(block_q=128).block_k

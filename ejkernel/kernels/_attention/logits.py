@@ -3,7 +3,7 @@
     scores = scale * q . k                                                                  # [B, Hkv, G, q, k]
     logits = soft_cap * tanh(scores / soft_cap) + bias, -inf where masked
 
-The direct schedule is one tile that covers everything; the blockwise one walks over tiles. Heads come first and are
+The direct schedule is one tile that covers everything; the blockwise one goes over tiles. Heads come first and are
 `[Hkv, G]` throughout: G query heads share a key head, and keys and values are never repeated.
 """
 

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float
 
+from ejkernel._kept import ATTENTION_OUTPUT, named
 from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.kernels._attention.direct import direct_weights
 from ejkernel.kernels._attention.operation import ATTENTION
@@ -42,6 +43,6 @@ class CudnnAttention(Implementation[AttentionProblem, AttentionConfig]):
         return output, _weights(problem) if problem.return_weights else None
 
 
-_output = jax.jit(cudnn_output)
+_output = jax.jit(lambda problem: named(ATTENTION_OUTPUT, cudnn_output(problem)))
 _weights = jax.jit(direct_weights)
 attention = ATTENTION.register(CudnnAttention(), kernel_registry, Platform.CUDA, Backend.GPU, priority=10)

@@ -9,7 +9,7 @@ import jax
 from jax.custom_batching import custom_vmap
 
 from ejkernel._meshes import run_partitioned
-from ejkernel.kernels._triton.linear._batching import one_by_one
+from ejkernel.kernels._triton.attention._batching import mapped_calls
 from ejkernel.parallel.partition import INSIDE, Axes, Roles, partitioned
 
 ADVICE = (
@@ -31,14 +31,6 @@ ROLES: dict[str, Roles] = {
 }
 
 
-def shares_bias(arrays: dict[str, Any]) -> bool:
-    """Whether rows of the batch, or heads, have a bias in common, so that its gradient is a sum over them."""
-    if "bias" not in arrays:
-        return False
-    B, _, H, _ = arrays["query"].shape
-    return arrays["bias"].shape[:2] != (B, H)
-
-
 def over_explicit_axes(function: Callable[[Any], tuple[Any]], arrays: dict[str, Any]) -> Any:
     """The output of arrays whose types may say how they are split: then each device runs the call on its part."""
     roles = {name: _roles(name, x) for name, x in arrays.items()}
@@ -46,30 +38,51 @@ def over_explicit_axes(function: Callable[[Any], tuple[Any]], arrays: dict[str, 
 
 
 def _roles(name: str, x: Any) -> Roles:
-    """What the axes of an array are. One of a single element serves everyone."""
-    return tuple(role if n > 1 else INSIDE for n, role in zip(x.shape, ROLES[name], strict=True))
+    """What the axes of an array are. One of a single element serves everyone. Sinks and a scale of each row have its axis."""
+    roles = ROLES[name]
+    of_rows = ("batch", *roles) if x.ndim > len(roles) else roles
+    return tuple(role if n > 1 else INSIDE for n, role in zip(x.shape, of_rows, strict=True))
 
 
-def over_mesh(launch: Callable[[Any], dict[str, Any]], args: dict[str, Any], results: tuple[str, ...]) -> dict[str, Any]:
-    """`launch(args)`, part by part where the program runs on several devices; calls that `vmap` maps run one after another.
+def _has_own_bias(arrays: dict[str, Any]) -> bool:
+    """Whether every row of the batch and every head has a bias of its own."""
+    B, _, H, _ = arrays["query"].shape
+    return bool(arrays["bias"].shape[:2] == (B, H))
+
+
+def _sharing(bias: Any) -> Roles:
+    """What has a bias in common: its gradient is a sum over it."""
+    return tuple(role for role, n in zip(("batch", "heads"), bias.shape, strict=False) if n == 1)
+
+
+def over_mesh(
+    launch: Callable[[Any], dict[str, Any]], args: dict[str, Any], results: tuple[str, ...], *, bias_gradient: bool = False
+) -> dict[str, Any]:
+    """`launch(args)`, part by part where the program runs on several devices; `vmap` makes one larger call where it can.
 
     Args:
         results: the names of what it gives, in order.
+        bias_gradient: whether the gradient of a bias is among them, and wanted.
     """
-    call = custom_vmap(lambda args: _in_parts(launch, args, results))
+    call = custom_vmap(lambda args: _in_parts(launch, args, results, bias_gradient))
 
     @call.def_vmap
-    def of_many(_: int, flags: Any, args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bool]]:
-        found = one_by_one(lambda args: over_mesh(launch, args, results), flags[0], args)
-        return found, dict.fromkeys(found, True)
+    def of_many(size: int, flags: Any, mapped: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bool]]:
+        again = lambda args: over_mesh(launch, args, results, bias_gradient=bias_gradient)
+        # A gradient that is a sum over one call's rows or heads is lost where calls are folded into one.
+        fold = not bias_gradient or _has_own_bias(args["arrays"])
+        return mapped_calls(again, size, flags[0], mapped, bias_gradient=bias_gradient, fold=fold)
 
     return call(args)
 
 
-def _in_parts(launch: Callable[[Any], dict[str, Any]], args: dict[str, Any], results: tuple[str, ...]) -> dict[str, Any]:
+def _in_parts(
+    launch: Callable[[Any], dict[str, Any]], args: dict[str, Any], results: tuple[str, ...], bias_gradient: bool
+) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(args)
     names = tuple(path[-1].key for path, _ in leaves)
     own = tuple(_roles(name, x) for name, (_, x) in zip(names, leaves, strict=True))
     bias = next((roles for name, roles in zip(names, own, strict=True) if name == "bias"), ())
     wanted = tuple(bias if name == "bias" else ROLES[name] for name in results)
-    return partitioned(launch, args, lambda: Axes(names, own, wanted))
+    sums = tuple(_sharing(args["arrays"]["bias"]) if name == "bias" and bias_gradient else () for name in results)
+    return partitioned(launch, args, lambda: Axes(names, own, wanted, sums))

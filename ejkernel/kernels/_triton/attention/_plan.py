@@ -10,6 +10,7 @@ import numpy as np
 
 from ejkernel.callib import cdiv, is_interpreted, shared_memory_of
 from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
+from ejkernel.kernels._triton.attention.kernels.call import Call, Plane
 from ejkernel.kernels._triton.attention.kernels.forward import flash_forward
 
 LEAST_CAPABILITY = 80
@@ -55,7 +56,7 @@ HALF = {
     128: Kernels(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3), Tiles(128, 64, 8, 2)),
     256: Kernels(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 1), Tiles(32, 64, 8, 2), Tiles(64, 64, 8, 1)),
 }
-# The forward kernel's where a mask or a bias is copied ahead too: two programs as above would not fit a multiprocessor.
+# The forward kernel's where a bias is copied ahead too: two programs as above would not fit a multiprocessor.
 HALF_PLANE = {128: Tiles(128, 64, 8, 3)}
 # The same as `HALF` where a program has less shared memory than an H100's.
 HALF_SMALL = {
@@ -70,6 +71,7 @@ SINGLE = {
     256: Kernels(Tiles(32, 32, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 16, 4, 1)),
 }
 DECODE = Tiles(16, 64, 4, 3)
+WHOLE = 128  # tokens of a kernel's largest usual tile: lengths that it divides need no bounds
 LEGAL_BLOCKS = (16, 32, 64, 128, 256)
 LEGAL_WARPS = (1, 2, 4, 8, 16)
 LARGE = 227 << 10  # bytes of shared memory of an H100's program
@@ -107,8 +109,7 @@ class Plan:
         kernels = (SINGLE if exact else HALF if shared >= LARGE else HALF_SMALL)[wide]
         if not exact and shared < 128 << 10 and wide >= 128:
             kernels = HALF_SMALL[256]
-        planes = any(x is not None and x.shape[2] > 1 < x.shape[3] for x in (problem.bias, problem.mask))
-        if planes and kernels is HALF.get(wide):
+        if varies(problem.bias) and kernels is HALF.get(wide):
             kernels = kernels._replace(forward=HALF_PLANE.get(wide, kernels.forward))
         grouped = problem.q_len <= DECODED_QUERIES
         usual = _decoding(problem, exact, wide) if grouped else kernels.forward
@@ -128,23 +129,38 @@ class Plan:
             dropout_prob=problem.dropout_prob,
         )
 
-    def options(self, arrays: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    def call(self, arrays: dict[str, Any], others: dict[str, Any]) -> Call:
         """The constants that every kernel takes, of a call with these arrays."""
         bias, mask = arrays.get("bias"), others.get("mask")
-        _, _, H, D = arrays["query"].shape
+        _, T, H, D = arrays["query"].shape
         _, S, HK, DV = arrays["value"].shape
         ids = next((others[name] for name in ("q_segment_ids", "q_positions") if others.get(name) is not None), None)
         fused = not self.exact and self.soft_cap is None and bias is None and "traced_scale" not in arrays and self.scale > 0
-        how = (
-            self.left, self.right, _plane(bias), _plane(mask), int(ids is not None and ids.shape[0] > 1),
-            self.soft_cap is not None, min(round(self.dropout_prob * 2**32), 2**32 - 1), fused, self.exact,
-            1.0 / (1.0 - self.dropout_prob), math.gcd(S, 16),
-            bias is not None and bias.shape[0] == 1,
-        )  # fmt: skip
-        return {
-            "H": H, "HK": HK, "D": D, "DV": DV, "BD": _tile(D), "BDV": _tile(DV), "HOW": how,
-            "PREC": "tf32x3" if self.exact else "tf32",
-        }  # fmt: skip
+        return Call(
+            H=H,
+            HK=HK,
+            D=D,
+            DV=DV,
+            BD=_tile(D),
+            BDV=_tile(DV),
+            PREC="tf32x3" if self.exact else "tf32",
+            LEFT=self.left,
+            RIGHT=self.right,
+            BIAS=_plane(bias),
+            MASK=_plane(mask),
+            PACKED=False,
+            IDS_VARY=int(ids is not None and ids.shape[0] > 1),
+            SINKS_VARY=_of_rows(arrays.get("sinks"), 1),
+            SCALE_VARIES=_of_rows(arrays.get("traced_scale"), 0),
+            CAPPED=self.soft_cap is not None,
+            DROPPED=min(round(self.dropout_prob * 2**32), 2**32 - 1),
+            SURVIVES=1.0 / (1.0 - self.dropout_prob),
+            FUSED=fused,
+            EXACT=self.exact,
+            QUERIES_DIVIDE=math.gcd(T, WHOLE),
+            KEYS_DIVIDE=math.gcd(S, WHOLE),
+            SHARED=bias is not None and bias.shape[0] == 1,
+        )
 
 
 def _tile(channels: int) -> int:
@@ -152,12 +168,21 @@ def _tile(channels: int) -> int:
     return max(16, 1 << (channels - 1).bit_length())
 
 
-def _plane(plane: Any) -> tuple[int, int, int, int] | None:
-    """What `_pairs` of the kernels reads a plane [1|B, heads, 1|T, 1|S] by."""
+def varies(plane: Any) -> bool:
+    """Whether a mask or a bias has something else for every query and key."""
+    return plane is not None and plane.shape[2] > 1 < plane.shape[3]
+
+
+def _of_rows(x: Any, rank: int) -> int:
+    """1 where every row of the batch has its own, as folding calls that `vmap` maps makes them."""
+    return int(x is not None and x.ndim > rank)
+
+
+def _plane(plane: Any) -> Plane | None:
     if plane is None:
         return None
     b, h, t, s = plane.shape
-    return int(b > 1), h, int(t > 1), int(s > 1)
+    return Plane(int(b > 1), h, int(t > 1), int(s > 1))
 
 
 def _decoding(problem: AttentionProblem, exact: bool, wide: int) -> Tiles:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+import numpy as np
+from jaxtyping import Array, Bool, Int, UInt32
 
 from ejkernel.callib import cdiv
 
-COUNTED = 32  # queries whose pairs are counted together
+COUNTED = 32  # queries whose scores are counted together
 
 
 def tile_ranges(
@@ -35,6 +37,38 @@ def tile_ranges(
     if groups is not None and needed.shape[1] == groups[0] * groups[1]:
         split = lambda x: x.reshape(x.shape[0], *groups, *x.shape[2:])
         needed, full = split(needed).any(2), split(full).all(2)
+    return _ranges(needed, full, lengths, blocks, of_keys)
+
+
+def bit_ranges(
+    bits: UInt32[Array, "b h T words"], lengths: tuple[int, int], blocks: tuple[int, int], *, of_keys: bool = False
+) -> Int[Array, "b h tiles 4"]:
+    """The same from the bits of a packed mask, which say everything."""
+    T, S = lengths
+    block_q, block_k = blocks
+    width = min(block_k, 32)  # bits that are counted together
+    parts = [(bits >> np.uint32(n)) & np.uint32((1 << width) - 1) for n in range(0, 32, width)]
+    counts = jnp.stack([jax.lax.population_count(x) for x in parts], -1).astype(jnp.uint8)  # [b, h, T, words, 32 / width]
+    counts = jnp.pad(counts, ((0, 0), (0, 0), (0, -T % block_q), (0, 0), (0, 0)))
+    counts = counts.reshape(*bits.shape[:2], cdiv(T, block_q), block_q, -1, block_k // width)
+    kept = counts.sum((3, 5), dtype=jnp.int32)[..., : cdiv(S, block_k)]  # [b, h, tiles of queries, tiles of keys]
+    return _ranges(kept > 0, kept == _scores(lengths, blocks), lengths, blocks, of_keys)
+
+
+def _scores(lengths: tuple[int, int], blocks: tuple[int, int]) -> Int[Array, "1 1 nq nk"]:
+    """How many scores each tile has."""
+    held = [
+        jnp.minimum(block, length - block * jnp.arange(cdiv(length, block), dtype=jnp.int32))
+        for length, block in zip(lengths, blocks, strict=True)
+    ]
+    return held[0][None, None, :, None] * held[1][None, None, None, :]
+
+
+def _ranges(
+    needed: Bool[Array, "b h nq nk"], full: Bool[Array, "b h nq nk"], lengths: tuple[int, int], blocks: tuple[int, int],
+    of_keys: bool,
+) -> Int[Array, "b h tiles 4"]:  # fmt: skip
+    """From which tiles are needed, and which are seen wholly."""
     if of_keys:
         needed, full = needed.swapaxes(2, 3), full.swapaxes(2, 3)
     length, block = (lengths[0], blocks[0]) if of_keys else (lengths[1], blocks[1])
@@ -53,7 +87,7 @@ def tile_ranges(
 def _tiles(
     others: dict[str, Any], left: int | None, right: int | None, lengths: tuple[int, int], blocks: tuple[int, int]
 ) -> tuple[Bool[Array, "b h nq nk"], Bool[Array, "b h nq nk"]]:
-    """(whether any pair of a tile may attend, whether all pairs do)."""
+    """(whether any query of a tile may attend to any key, whether all may to all)."""
     count_q, count_k = (cdiv(length, block) for length, block in zip(lengths, blocks, strict=True))
     needed = full = jnp.ones((1, 1, count_q, count_k), bool)
     q_low, q_high = _extent(others.get("q_positions"), lengths[0], blocks[0])  # [b, 1, tiles, 1]
@@ -72,8 +106,8 @@ def _tiles(
         needed = needed & (q_from <= k_to) & (k_from <= q_to)
         full = full & (q_least == q_to) & (k_least == k_to) & (q_to == k_to) & (q_to >= 0)
     if others.get("mask") is not None:
-        seen, pairs = _counted(others["mask"], lengths, blocks)
-        needed, full = needed & (seen > 0), full & (seen == pairs)
+        kept, scores = _counted(others["mask"], lengths, blocks)
+        needed, full = needed & (kept > 0), full & (kept == scores)
     return needed, full
 
 
@@ -94,7 +128,7 @@ def _blocks(x: Array, block: int) -> Array:
 def _counted(
     mask: Bool[Array, "b h t s"], lengths: tuple[int, int], blocks: tuple[int, int]
 ) -> tuple[Int[Array, "b h nq nk"], Int[Array, "1 1 nq nk"]]:
-    """(how many pairs of each tile a mask keeps, how many there are); axes of size 1 do not vary."""
+    """(how many scores of each tile a mask keeps, how many there are); axes of size 1 do not vary."""
     sizes = [1 if given == 1 else block for given, block in zip(mask.shape[2:], blocks, strict=True)]
     pad = [(0, -given % size) for given, size in zip(mask.shape[2:], sizes, strict=True)]
     x = jnp.pad(mask, ((0, 0), (0, 0), *pad))
@@ -102,7 +136,5 @@ def _counted(
     rows = math.gcd(sizes[0], COUNTED)
     x = x.reshape(*x.shape[:2], x.shape[2] // rows, rows, x.shape[3]).sum(3, dtype=jnp.uint8)
     x = x.reshape(*x.shape[:2], -1, sizes[0] // rows, x.shape[3] // sizes[1], sizes[1])
-    seen = x.sum(5, dtype=jnp.int32).sum(3, dtype=jnp.int32)  # [b, h, tiles of queries, tiles of keys], or 1 of them
-    held = lambda given, size: jnp.minimum(size, given - size * jnp.arange(cdiv(given, size), dtype=jnp.int32))
-    pairs = held(mask.shape[2], sizes[0])[:, None] * held(mask.shape[3], sizes[1])[None, :]  # [nq, nk]
-    return seen, pairs[None, None]
+    kept = x.sum(5, dtype=jnp.int32).sum(3, dtype=jnp.int32)  # [b, h, tiles of queries, tiles of keys], or 1 of them
+    return kept, _scores((mask.shape[2], mask.shape[3]), (sizes[0], sizes[1]))

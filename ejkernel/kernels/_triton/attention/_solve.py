@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from ejkernel._kept import ATTENTION_OUTPUT, ATTENTION_SUMS, named
+from ejkernel._meshes import inside_shard_map
+from ejkernel._reverse_only import differentiable_once, not_differentiable
 from ejkernel._varying import vary, varying_axes
 from ejkernel.kernels._attention import AttentionProblem
 from ejkernel.kernels._attention.logits import alike_varying
 from ejkernel.kernels._triton.attention._launches import backward, forward, shared_gradients
-from ejkernel.kernels._triton.attention._mesh import over_explicit_axes, over_mesh, shares_bias
+from ejkernel.kernels._triton.attention._mesh import over_explicit_axes, over_mesh
 from ejkernel.kernels._triton.attention._plan import Plan
-from ejkernel.kernels._triton.linear._reverse_only import differentiable_once, not_differentiable
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "traced_scale")
 IDS = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
@@ -37,7 +39,8 @@ def flash_output(problem: AttentionProblem, plan: Plan) -> Float[Array, "B T H V
         axes = varying_axes(*given.values())
         alike = {name: vary(x, axes) for name, x in given.items()}
         split = lambda names: {name: alike[name] for name in names}
-        return (_attend(plan, differentiable_once(split(arrays)), split(others)),)
+        run = _attend_jitted if inside_shard_map() else _attend
+        return (run(plan, differentiable_once(split(arrays)), split(others)),)
 
     return over_explicit_axes(attend, {**arrays, **others})
 
@@ -52,6 +55,7 @@ def _attend_forward(plan: Plan, arrays: dict[str, Any], others: dict[str, Any]) 
     arrays = {name: x.value for name, x in arrays.items()}
     others = {name: x.value for name, x in others.items()}
     output, lse = _forward(plan, not_differentiable(arrays), others)
+    output, lse = named(ATTENTION_OUTPUT, output), named(ATTENTION_SUMS, lse)
     return output, (_Moves(bias_moves), arrays, others, output, lse)
 
 
@@ -64,6 +68,7 @@ def _attend_backward(plan: Plan, kept: Any, d_output: Any) -> Any:
 
 
 _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+_attend_jitted = jax.jit(_attend, static_argnums=(0,))
 
 
 @jax.tree_util.register_static
@@ -96,8 +101,5 @@ def _backward(
     launch = lambda args: backward(plan, **args, bias=bias)
     results = sorted({"query", "key", "value", "delta"} | ({"bias"} & set(arrays)))
     results += ["dscale"] if "traced_scale" in arrays else []
-    if bias and shares_bias(arrays):
-        found = launch(args)
-    else:
-        found = over_mesh(launch, args, tuple(sorted(results)))
+    found = over_mesh(launch, args, tuple(sorted(results)), bias_gradient=bias)
     return {name: found[name] for name in arrays if name in found} | shared_gradients(plan, arrays, lse, found)

@@ -7,20 +7,7 @@ EXACT calls are in base e: that factor would round scores, which may be so large
     x = cap * tanh(scale * q . k / cap) + bias                -inf where masked
     tanh(u) = 1 - 2 r,  r = 1 / (1 + exp(2 u)),               its slope 1 - tanh(u)^2 = 4 r (1 - r)
 
-What every kernel gets of a call beside its operands goes together: `given` holds (bias, mask, q_segments, kv_segments,
-q_positions, kv_positions, words, factor, cap, T, S), with None for what there is not; factor is the scale in the logits' base.
-HOW is what is compiled in:
-
-    LEFT, RIGHT   keys that a query sees, from t - LEFT to t + RIGHT, by indices or positions; None: all
-    BIAS, MASK    the axes of these planes, see `_pairs`
-    IDS_B         1 where segments and positions differ over the batch, else 0
-    CAPPED        whether there is a soft cap
-    DROPPED       dropout keeps the weights whose random bits are at least this
-    FUSED         the scale is multiplied where the maximum is subtracted: no cap, no bias
-    EXACT         float32: scores come scaled, and logits are in base e
-    SURVIVES      what dropout multiplies a kept weight by
-    DIVIDES       a power of two that divides S, see `aligned`
-    SHARED        whether the rows of the batch share a bias, see `program_at`
+What every kernel gets of a call beside its operands is in call.py: `given` when it runs, CALL compiled in.
 """
 
 from __future__ import annotations
@@ -34,15 +21,15 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def aligned(S, HOW: tl.constexpr):
-    """S, known to be a multiple of DIVIDES: whole vectors of a plane's row are then inside or outside, and copied ahead."""
-    return (S // HOW[10]) * HOW[10]
+def aligned(S, CALL: tl.constexpr):
+    """S, known to be a multiple of KEYS_DIVIDE: whole vectors of a plane's row are then inside or outside, and copied ahead."""
+    return (S // CALL.KEYS_DIVIDE) * CALL.KEYS_DIVIDE
 
 
 @triton.jit
-def power(x, HOW: tl.constexpr):
+def power(x, CALL: tl.constexpr):
     """The base of the logits to the x."""
-    if HOW[8]:
+    if CALL.EXACT:
         return tl.exp(x)
     else:
         return tl.exp2(x)
@@ -109,71 +96,139 @@ def _first_to_last(first_row, last_row, length, LEFT: tl.constexpr, RIGHT: tl.co
 
 @triton.jit
 def visited(
-    ranges, batch, head, tile, first_row, rows, length, tiles, H: tl.constexpr, RANGES_B: tl.constexpr, RANGES_H: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BN: tl.constexpr,
+    ranges, batch, head, tile, first_row, rows, length, tiles, BN: tl.constexpr, CALL: tl.constexpr, RANGES_B: tl.constexpr,
+    RANGES_H: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
     """(first, full_first, full_last, last): the tiles of columns, from first to last, that rows of a tile see something of.
 
     Of those from full_first to full_last everything is seen: nothing masks there. ranges [batch, heads, tiles, 4] says so where
-    something other than indices masks; `rows` is how many rows from first_row on there are.
+    something other than indices masks; `rows` is how many rows from first_row on there are. Rows are queries, or OF_KEYS keys.
     """
     if ranges is not None:
-        at = ranges + (((batch * RANGES_B) * RANGES_H + head // (H // RANGES_H)) * tiles + tile) * 4
+        at = ranges + (((batch * RANGES_B) * RANGES_H + head // (CALL.H // RANGES_H)) * tiles + tile) * 4
         return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    elif OF_KEYS:
+        return _first_to_last(first_row, first_row + rows - 1, length, CALL.RIGHT, CALL.LEFT, BN)
     else:
-        return _first_to_last(first_row, first_row + rows - 1, length, LEFT, RIGHT, BN)
+        return _first_to_last(first_row, first_row + rows - 1, length, CALL.LEFT, CALL.RIGHT, BN)
 
 
 @triton.jit
-def masked_tile(n, full_first, full_last):
-    """The n-th tile when those of which everything is seen are left out."""
-    return tl.where(n < full_first, n, n + (full_last - full_first))
+def seen_tile(row, column, q_positions, BM: tl.constexpr, BN: tl.constexpr, CALL: tl.constexpr):
+    """Whether a tile of queries from `row` on sees any of the keys from `column` on, by their indices."""
+    LEFT: tl.constexpr = CALL.LEFT
+    RIGHT: tl.constexpr = CALL.RIGHT
+    seen = row >= 0
+    if q_positions is None:
+        if LEFT is not None:
+            seen = seen & (column + BN - 1 >= row - LEFT)
+        if RIGHT is not None:
+            seen = seen & (column <= row + BM - 1 + RIGHT)
+    return seen
 
 
 @triton.jit
-def _pairs(plane, batch, head, t, j, T, S, H: tl.constexpr, PLANE: tl.constexpr):
-    """Pointers to pairs (t, j) of a plane [1|B, heads, 1|T, 1|S].
+def masked_tile(n, full_first, full):
+    """The n-th tile when those of which everything is seen, `full` of them, are left out.
 
-    PLANE: (whether it varies over the batch, heads, over queries, over keys).
+    Kernels compute `full` once, before their first loop: where it is computed again after the loop, LLVM does so on the way
+    around it, which sets the accumulators apart there, and ptxas then waits for every product by itself (its warning C7515).
     """
-    BATCH: tl.constexpr = PLANE[0]
-    HEADS: tl.constexpr = PLANE[1]
-    QUERIES: tl.constexpr = PLANE[2]
-    KEYS: tl.constexpr = PLANE[3]
-    at = (batch * BATCH) * HEADS + head // (H // HEADS)
-    if QUERIES:
-        at = at * T + t
-    if KEYS:
-        at = at * S
-    at = plane + at
-    return at + j if KEYS else at + j * 0
+    return tl.where(n < full_first, n, n + full)
 
 
 @triton.jit
-def kept_pairs(given, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr, OF_KEYS: tl.constexpr):
-    """Which pairs (t, j) attend. Queries, or OF_KEYS keys, may go beyond the last one: those rows are nobody's."""
-    _bias, mask, q_segments, kv_segments, q_positions, kv_positions, _words, _factor, _cap, T, S = given
-    LEFT: tl.constexpr = HOW[0]
-    RIGHT: tl.constexpr = HOW[1]
-    IDS_B: tl.constexpr = HOW[4]
+def _load_plane(plane, batch, head, t, j, T, S, H: tl.constexpr, PLANE: tl.constexpr, CHECK: tl.constexpr):
+    """What a plane, whose axes are PLANE, has for queries t and keys j; an axis that it does not vary over is of size 1.
+
+    CHECK: some may be outside; 0 there.
+    """
+    BATCH: tl.constexpr = PLANE.BATCH
+    HEADS: tl.constexpr = PLANE.HEADS
+    QUERIES: tl.constexpr = PLANE.QUERIES
+    KEYS: tl.constexpr = PLANE.KEYS
+    at = (batch * BATCH) * HEADS + head // (H // HEADS)
+    if QUERIES and KEYS:
+        at = plane + (at * T + t) * S + j
+        return tl.load(at, mask=(t < T) & (j < S), other=0) if CHECK else tl.load(at)
+    elif KEYS:
+        at = plane + at * S + j
+        return tl.load(at, mask=j < S, other=0) if CHECK else tl.load(at)
+    elif QUERIES:
+        at = plane + at * T + t
+        return tl.load(at, mask=t < T, other=0) if CHECK else tl.load(at)
+    else:
+        return tl.load(plane + at)
+
+
+@triton.jit
+def _kept_bits(bits, own, inside, words, first, C: tl.constexpr):
+    """Bits [R, C] of rows `own` [R, 1], those from column `first` on, a multiple of C.
+
+    A thread's shift is the same for all of its columns, which differ in the other digits where tensor cores leave them: two
+    instructions a score then.
+    """
+    c = tl.arange(0, C)[None, :]
+    at = bits + own * words + first // 32
+    word = tl.load(at, mask=inside, other=0)  # [R, 1]
+    place = c & 31
+    if C < 32:
+        place = (first & 31) + c
+    for i in tl.static_range(1, C // 32):
+        word = tl.where(c < i * 32, word, tl.load(at + i, mask=inside, other=0))  # [R, C]
+    one = tl.full([1, C], 1, tl.uint32)
+    return ((word >> (place & 6).to(tl.uint32)) & (one << (place & 25).to(tl.uint32))) != 0
+
+
+@triton.jit
+def kept_scores(given, batch, head, t, j, first, CALL: tl.constexpr, OF_KEYS: tl.constexpr):
+    """Whether query t attends to key j. Queries, or OF_KEYS keys, may go beyond the last one: those rows are nobody's.
+
+    `first` is the first key of the tile, or OF_KEYS its first query.
+    """
+    if CALL.PACKED:
+        MASK: tl.constexpr = CALL.MASK
+        plane = (batch * MASK.BATCH) * MASK.HEADS + head // (CALL.H // MASK.HEADS)
+        if OF_KEYS:
+            own = plane * given.S + j
+            return _kept_bits(given.mask_of_keys, own, j < given.S, words_of(given.T), first, t.shape[1])
+        else:
+            own = plane * given.T + t
+            return _kept_bits(given.mask, own, t < given.T, words_of(given.S), first, j.shape[1])
+    else:
+        return _kept_of_parts(given, batch, head, t, j, CALL, OF_KEYS)
+
+
+@triton.jit
+def words_of(length):
+    """Words that hold the bits of a row: whole tiles of any size, so that none goes beyond."""
+    return (length + 255) // 256 * 8
+
+
+@triton.jit
+def _kept_of_parts(given, batch, head, t, j, CALL: tl.constexpr, OF_KEYS: tl.constexpr):
+    """The same from the mask as it is given, segments, positions and bounds."""
+    T, S = given.T, given.S
+    LEFT: tl.constexpr = CALL.LEFT
+    RIGHT: tl.constexpr = CALL.RIGHT
+    VARY: tl.constexpr = CALL.IDS_VARY
     keep = t < T if OF_KEYS else j < S
     if LEFT is not None or RIGHT is not None:
         distance = j - t
-        if q_positions is not None:
-            of_keys = tl.load(kv_positions + (batch * IDS_B) * S + j, mask=j < S, other=0)
-            distance = of_keys - tl.load(q_positions + (batch * IDS_B) * T + t, mask=t < T, other=0)
+        if given.q_positions is not None:
+            of_keys = tl.load(given.kv_positions + (batch * VARY) * S + j, mask=j < S, other=0)
+            distance = of_keys - tl.load(given.q_positions + (batch * VARY) * T + t, mask=t < T, other=0)
         if LEFT is not None:
             keep = keep & (distance >= -LEFT)
         if RIGHT is not None:
             keep = keep & (distance <= RIGHT)
-    if q_segments is not None:
-        q_id = tl.load(q_segments + (batch * IDS_B) * T + t, mask=t < T, other=-1)
-        kv_id = tl.load(kv_segments + (batch * IDS_B) * S + j, mask=j < S, other=-1)
+    if given.q_segments is not None:
+        q_id = tl.load(given.q_segments + (batch * VARY) * T + t, mask=t < T, other=-1)
+        kv_id = tl.load(given.kv_segments + (batch * VARY) * S + j, mask=j < S, other=-1)
         keep = keep & (q_id == kv_id) & (q_id >= 0)
-    if mask is not None:
-        MASK: tl.constexpr = HOW[3]
-        inside = (t < T) & (j < S)
-        keep = keep & (tl.load(_pairs(mask, batch, head, t, j, T, S, H, MASK), mask=inside, other=0) != 0)
+    if given.mask is not None:
+        MASK: tl.constexpr = CALL.MASK
+        keep = keep & (_load_plane(given.mask, batch, head, t, j, T, S, CALL.H, MASK, True) != 0)
     return keep
 
 
@@ -194,19 +249,19 @@ def _small_tanh(u):
 
 
 @triton.jit
-def logits(s, given, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr, CHECK: tl.constexpr):
+def logits(s, given, batch, head, t, j, CALL: tl.constexpr, CHECK: tl.constexpr):
     """(x, slope): logits from scores s = q . k, before masks; the slope of the soft cap, if there is one.
 
     Of FUSED calls (no cap, no bias) scores are left as they are: the scale is multiplied where the maximum is subtracted. Of
-    EXACT ones scores come scaled already. CHECK: some pairs may be outside.
+    EXACT ones scores come scaled already. CHECK: some scores may be outside.
     """
-    bias, _mask, _qs, _ks, _qp, _kp, _words, factor, cap, T, S = given
-    EXACT: tl.constexpr = HOW[8]
+    cap, T, S = given.cap, given.T, given.S
+    EXACT: tl.constexpr = CALL.EXACT
     UNIT: tl.constexpr = 1.0 if EXACT else LOG2E
     x = s
     slope = s
-    if HOW[5]:
-        of_score = 2.0 * LOG2E / cap if EXACT else 2.0 * factor / cap
+    if CALL.CAPPED:
+        of_score = 2.0 * LOG2E / cap if EXACT else 2.0 * given.factor / cap
         exponent = s * of_score
         r = _reciprocal(1.0 + tl.exp2(exponent))
         top = cap * UNIT
@@ -215,15 +270,11 @@ def logits(s, given, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr, CHEC
         if EXACT:
             u = exponent * (0.5 * LN2)
             x = tl.where(tl.abs(u) < 0.6, top * _small_tanh(u), x)
-    elif not HOW[7] and not EXACT:
-        x = s * factor
-    if bias is not None:
-        BIAS: tl.constexpr = HOW[2]
-        at = _pairs(bias, batch, head, t, j, T, S, H, BIAS)
-        if CHECK:
-            x += tl.load(at, mask=(t < T) & (j < S), other=0.0).to(tl.float32) * UNIT
-        else:
-            x += tl.load(at).to(tl.float32) * UNIT
+    elif not CALL.FUSED and not EXACT:
+        x = s * given.factor
+    if given.bias is not None:
+        BIAS: tl.constexpr = CALL.BIAS
+        x += _load_plane(given.bias, batch, head, t, j, T, S, CALL.H, BIAS, CHECK).to(tl.float32) * UNIT
     return x, slope
 
 
@@ -236,11 +287,11 @@ def _mix(x):
 
 
 @triton.jit
-def kept_weights(given, batch, head, t, j, H: tl.constexpr, HOW: tl.constexpr):
+def kept_weights(given, batch, head, t, j, CALL: tl.constexpr):
     """Which weights dropout keeps: the bits of `ejkernel.kernels._attention.dropout.kept`."""
-    words, T = given[6], given[9]
-    at = words + ((batch * H + head) * T + t) * 2
+    words, T = given.words, given.T
+    at = words + ((batch * CALL.H + head) * T + t) * 2
     first = tl.load(at, mask=t < T, other=0)
     second = tl.load(at + 1, mask=t < T, other=0)
     bits = _mix(_mix(j.to(tl.uint32) * 0x9E3779B9 + first) ^ second)
-    return bits >= tl.full([1, 1], HOW[6], tl.uint32)
+    return bits >= tl.full([1, 1], CALL.DROPPED, tl.uint32)
