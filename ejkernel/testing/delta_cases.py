@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels._delta import DeltaProblem, delta_problem
+from ejkernel.kernels._delta import DeltaProblem
 from ejkernel.kernels._linear.problem import state_dtype
 from ejkernel.testing.compare import LINEAR_TOLERANCES, reference_settings, relative_rms
 from ejkernel.testing.delta_reference import delta_reference
@@ -84,7 +84,7 @@ class DeltaCase:
     def problem(self) -> DeltaProblem:
         """The call as an implementation sees it."""
         arrays, options = self.arguments()
-        return delta_problem(**arrays, **options)
+        return DeltaProblem.from_arguments(**arrays, **options)
 
     @property
     def amplifies(self) -> bool:
@@ -244,4 +244,14 @@ CASES: list[DeltaCase] = [
         )
     ),
     DeltaCase("bfloat16-ungated", dtype="bfloat16", key_kind="raw", l2norm=True),
+    *(
+        DeltaCase(
+            f"bfloat16-{channels}-channels-{_label(g)}-{kind}", gate=g, gate_kind=kind, dtype="bfloat16", batch=1, key_heads=1,
+            key_channels=channels, value_channels=channels, initial_state=True,
+        )
+        for channels, g, kind in (
+            (64, None, "mild"), (64, "head", "resets"), (128, "head", "strong"), (64, "channel", "strong"),
+            (128, "channel", "everything"),
+        )
+    ),
 ]  # fmt: skip

@@ -110,6 +110,16 @@ def test_a_sequence_does_not_see_its_neighbours_nor_their_nan():
     np.testing.assert_array_equal(jax.grad(loss)(spoiled)["x"], jax.grad(loss)(arrays)["x"])
 
 
+def test_what_lies_after_the_last_sequence_changes_nothing():
+    arrays, offsets = arguments((4, 5))
+    longer = arrays | {"x": jnp.pad(arrays["x"], [(0, 0), (0, 3), (0, 0)], constant_values=jnp.nan)}
+    loss = lambda arrays, cu: jnp.sum(jnp.sin(causal_conv1d(**arrays, cu_seqlens=cu, activation="silu")))
+    got, want = jax.jit(jax.grad(loss))(longer, offsets), jax.jit(jax.grad(loss))(arrays, offsets)
+    assert not got["x"][:, 9:].any()
+    for name in arrays:
+        np.testing.assert_allclose(got[name][:, :9] if name == "x" else got[name], want[name], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_dtypes(dtype):
     arrays, _ = arguments((9,), dtype=jnp.dtype(dtype))
@@ -186,7 +196,7 @@ WRONG = [
     ({"cu_seqlens": jnp.array([0, 6])}, ValueError, "x must have a batch of 1 when cu_seqlens packs the sequences"),
     ({"x": one(1, 6, 3), "cu_seqlens": jnp.array([0, 7])}, ValueError, "cu_seqlens must end at the number of tokens, 6"),
     ({"activation": "relu"}, ValueError, "activation must be None or 'silu'; got 'relu'."),
-    ({"return_state": 1}, TypeError, "return_state must be True or False; got 1."),
+    ({"return_state": 1}, TypeError, "return_state must be True or False, known when the function is traced; got 1."),
 ]  # fmt: skip
 
 
@@ -201,3 +211,11 @@ def test_16_bit_inputs_under_strict_promotion():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         y, state = causal_conv1d(x, weight, weight[0], jnp.ones((1, 1, 2)), activation="silu", return_state=True)
     assert y.dtype == state.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_gradient_keeps_the_inputs_alone(packed):
+    x, weight, offsets = jnp.ones((1, 64, 32), jnp.bfloat16), jnp.ones((4, 32), jnp.bfloat16), jnp.array([0, 10, 64])
+    run = functools.partial(causal_conv1d, cu_seqlens=offsets if packed else None, activation="silu")
+    kept = jax.tree.leaves(jax.vjp(run, x, weight)[1])
+    assert sum(array.nbytes for array in kept) <= x.nbytes + weight.nbytes + offsets.nbytes

@@ -60,6 +60,10 @@ def test_the_order_of_arguments():
 def test_wrong_configs():
     with pytest.raises(ValueError, match="block_q must be a power of two"):
         GatedDeltaRuleConfig(block_q=48)
+    for tile in ("block_k", "block_d", "num_warps", "num_stages", "block_h"):  # which nothing here would read
+        cfg = GatedDeltaRuleConfig(**{tile: 64 if tile in ("block_k", "block_d") else 4})
+        with pytest.raises(ValueError, match=f"{tile} must be None on xla, which chooses tiles itself"):
+            gated_delta_rule(**dense, cfg=cfg)
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from ejkernel import kernel_registry
-from ejkernel.kernels._delta import GatedDeltaRuleConfig, delta_problem
+from ejkernel.kernels._delta import DeltaProblem, GatedDeltaRuleConfig
 from ejkernel.kernels._registry import Backend
 from ejkernel.testing.compare import assert_close
 from ejkernel.testing.delta_cases import CASES, DeltaCase
@@ -37,7 +37,7 @@ def with_config(function, cfg: GatedDeltaRuleConfig):
 @pytest.mark.parametrize("entry", _implementations())
 def test_matches_reference(entry, case: DeltaCase):
     arrays, options = case.arguments()
-    if (reason := kernel_registry.refusal(entry, delta_problem(**arrays, **options))) is not None:
+    if (reason := kernel_registry.refusal(entry, DeltaProblem.from_arguments(**arrays, **options))) is not None:
         pytest.skip(f"refused: {reason}")
     want, tolerance = expected(case)
     plain = case.lengths is None and case.heads == 2 and not case.reverse and case.dtype == "float32"

@@ -31,17 +31,21 @@ from ejkernel.kernels import _triton
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton import attention, gated_delta_rule, recurrent
+from ejkernel.kernels._triton.causal_conv1d import convolved
+from ejkernel.kernels._triton.linear._solve import solve_along
 from ejkernel.kernels._triton.linear.kernels.rows_scan import scan_rows_wide
+from ejkernel.kernels._triton.linear.routes import route_of
 from ejkernel.kernels._triton.linear.routes.scans import WIDE_SHARED
 from ejkernel.testing.attention_cases import AttentionCase
 from ejkernel.testing.delta_cases import DeltaCase
+from tests.triton.along import plan_of
 from tests.triton.linear_cases import Case
 
 PACKED = (0, 5, 5, 70, 130)
 RESETS = "resets now and then"  # some chunks are weakly gated, others are not: both ways are watched
 _LONG, _SHORT = GatedDeltaRuleConfig("chunked", 64), GatedDeltaRuleConfig("chunked", 32)
 BF16: dict[str, Any] = {"dtype": "bfloat16", "gate_dtype": "bfloat16", "block_q": 64, "state": True}
-CASES: list[Case | DeltaRun | AttentionRun] = [
+CASES: list[Case | DeltaRun | AttentionRun | ColumnRun | ConvolutionRun] = [
     Case((), shape=(1, 70, 2, 1, 40, 24), **BF16),
     Case((), shape=(1, 2100, 1, 1, 24, 40), **BF16),  # splits the sequence
     Case(("g",), shape=(1, 70, 2, 1, 100, 36), block_q=32, state=True),
@@ -128,6 +132,55 @@ CASES += [
 ]
 
 
+@dataclasses.dataclass(frozen=True)
+class ColumnRun:
+    """The scan by columns, which no plan asks for by itself."""
+
+    case: Case
+    cu_seqlens: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"by columns {self.case}"
+
+    def arrays(self) -> dict[str, jax.Array]:
+        return self.case.arrays()
+
+    def weights(self) -> Any:
+        return self.case.weights()
+
+    def function(self, cu_seqlens: Any, **arrays: jax.Array) -> Any:
+        with jax.ensure_compile_time_eval():
+            route = route_of(plan_of(self.case, state_by_columns=True))
+        return solve_along(route, arrays, cu_seqlens)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvolutionRun:
+    """The short convolution's kernels, which no operation launches yet."""
+
+    cu_seqlens: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return "convolution" + " packed" * (self.cu_seqlens is not None)
+
+    def arrays(self) -> dict[str, jax.Array]:
+        shapes = {"x": (1, 130, 40), "weight": (4, 40), "bias": (40,)}
+        return {name: jax.random.normal(jax.random.key(i), shape) for i, (name, shape) in enumerate(shapes.items())}
+
+    def weights(self) -> tuple[np.ndarray]:
+        return (np.ones((1, 130, 40), np.float32),)
+
+    def function(self, cu_seqlens: Any, x: jax.Array, weight: jax.Array, bias: jax.Array) -> tuple[jax.Array]:
+        return (convolved("silu", x, weight, bias, cu_seqlens),)
+
+
+CASES += [
+    ColumnRun(Case(("g",), RESETS, shape=(1, 70, 2, 1, 100, 36), **BF16)),
+    ConvolutionRun(),
+    ConvolutionRun(PACKED),
+]
+
+
 def kernels() -> set[str]:
     """The functions of the platform that are launched: those that ask which program they are."""
     found = set()
@@ -135,7 +188,8 @@ def kernels() -> set[str]:
         for thing in vars(importlib.import_module(module.name)).values():
             function = getattr(thing, "fn", None)
             source = "" if function is None else inspect.getsource(function)
-            if " = program_at(" in source or " = tl.program_id(1)" in source:
+            asks = " = program_at(" in source or " = tl.program_id(" in source
+            if asks and function.__name__ != "program_at":
                 found.add(name_of(thing))
     return found
 
@@ -145,9 +199,9 @@ def name_of(kernel: Any) -> str:
     return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__qualname__}"
 
 
-def value_and_gradient(case: Case | DeltaRun | AttentionRun) -> Any:
+def value_and_gradient(case: Case | DeltaRun | AttentionRun | ColumnRun | ConvolutionRun) -> Any:
     """Values and gradients of a case's loss."""
-    if isinstance(case, AttentionRun):
+    if isinstance(case, AttentionRun | ColumnRun | ConvolutionRun):
         function: Any = case.function
     elif isinstance(case, DeltaRun):
         function = functools.partial(gated_delta_rule, reverse=case.case.reverse, cfg=case.cfg)
@@ -165,7 +219,7 @@ def value_and_gradient(case: Case | DeltaRun | AttentionRun) -> Any:
     return run
 
 
-def arguments(case: Case | DeltaRun | AttentionRun) -> tuple[Any, Any, Any]:
+def arguments(case: Case | DeltaRun | AttentionRun | ColumnRun | ConvolutionRun) -> tuple[Any, Any, Any]:
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         arrays = {name: np.asarray(x) for name, x in jax.jit(case.arrays)().items()}
     cu_seqlens = None if case.cu_seqlens is None else np.asarray(case.cu_seqlens, np.int32)

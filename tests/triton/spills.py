@@ -124,7 +124,7 @@ SPILLS = [
     Spill(90, "delta channel wide", "delta_weak_gradients", 208, _DELTA_WIDE),
     Spill(90, "delta channel wide", "gated_axis", 80, _AXIS),
     Spill(90, "delta channel float32", "delta_scan", 584, _EXACT),
-    Spill(90, "delta channel float32", "delta_adjoint_scan", 408, _EXACT),
+    Spill(90, "delta channel float32", "delta_adjoint_scan", 656, _EXACT),
     Spill(90, "delta channel float32", "general_gated_axis", 880, _EXACT),
     Spill(80, "delta head", "delta_scan", 384, _AMPERE),
     Spill(80, "delta head", "delta_adjoint_scan", 2504, _AMPERE),

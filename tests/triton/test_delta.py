@@ -31,6 +31,7 @@ INTERPRETED = (
     "ungated", "head", "channel", "head-everything", "channel-everything", "ungated-correlated-near-two",
     "ungated-identical-near-two", "head-unit-zero", "time-0", "time-1", "odd-channels", "grouped-head",
     "packed-channel-reverse", "bfloat16-channel-infinite", "bfloat16-ungated", "float16-channel-strong",
+    "bfloat16-128-channels-head-strong", "bfloat16-64-channels-channel-strong",
 )  # fmt: skip
 WIDE = [
     DeltaCase(
@@ -56,6 +57,8 @@ LONG = (
     "packed-channel-reverse",
     "float16-channel-strong",
     "head-unit-zero",
+    "bfloat16-128-channels-head-strong",
+    "bfloat16-64-channels-channel-strong",
 )
 
 

@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 
 from ejkernel._device import device_of
 from ejkernel.kernels._linear import LinearConfig
-from ejkernel.kernels._triton import recurrent
+from ejkernel.kernels._triton import gated_delta_rule, recurrent
+from ejkernel.testing.delta_cases import DeltaCase
 from tests.triton.linear_cases import Case
 
 pytestmark = pytest.mark.skipif(device_of(()).backend != "cpu", reason="interpreted on the host")
@@ -62,3 +63,27 @@ def test_tokens_of_earlier_chunks_stay_clean():
     got = run({**clean, "value": clean["value"].at[0, 100].set(jnp.nan)})
     np.testing.assert_array_equal(np.float32(got[:, :64]), np.float32(run(clean)[:, :64]))
     assert np.isnan(np.float32(got[:, 100:])).all()
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_the_delta_rule_keeps_it_in_its_sequence_and_head(gate):
+    """An infinite beta and a NaN among the values, in two sequences and heads; the third sequence has neither."""
+    case = DeltaCase("spoiled", gate=gate, lengths=(10, 15, 7), initial_state=True)
+    clean = case.arguments()[0]
+    spoiled = clean | {"beta": clean["beta"].at[0, 6, 0].set(np.inf), "value": clean["value"].at[0, 20, 1].set(np.nan)}
+    offsets = jnp.array([0, 10, 25, 32], jnp.int32)
+
+    @jax.jit
+    def run(arrays):
+        found, pull = jax.vjp(lambda arrays: gated_delta_rule(**arrays, cu_seqlens=offsets), arrays)
+        return {"output": found[0], "state": found[1], **pull(found)[0]}
+
+    # Query and key have the same two heads here, so their gradients stay apart as well.
+    got, want = run(spoiled), run(clean)
+    for name in want:
+        x, y = np.array(got[name]), np.array(want[name])
+        for tokens, sequence, head in ((slice(0, 10), 0, 0), (slice(10, 25), 1, 1)):
+            at = (sequence, head) if x.shape[0] == 3 else (0, tokens, head)
+            assert name != "output" or not np.isfinite(x[at]).all()
+            x[at], y[at] = 0, 0
+        np.testing.assert_array_equal(x, y, err_msg=name)

@@ -37,6 +37,7 @@ def tried(case):
     return list(found.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BY_ROUTE)
 def test_every_candidate_is_right(name):
     case = BY_ROUTE[name]

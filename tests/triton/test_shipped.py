@@ -24,7 +24,7 @@ from ejkernel.ops.collecting import collecting
 from ejkernel.ops.config import shipped
 from ejkernel.ops.config.codec import from_fields
 from ejkernel.ops.config.shipped import HEURISTIC, read
-from ejkernel.ops.tuner import Tuned
+from ejkernel.ops.tuner import OUT_OF_TIME, Tuned
 from ejkernel.testing import linear_gpu, shipping
 
 CLASSES = {kernel.op_id: kernel._config_cls for kernel in (RecurrentAttention, GLAttention, LightningAttention)}
@@ -69,6 +69,23 @@ def test_an_h200_finds_what_was_written(written):
     arrays["g"] = arrays.pop("gk")
     assert found(gla_attention, arrays) == GLAttentionConfig(**WINNER)
     assert found(recurrent_attention, linear_gpu.calls()["8x2048x16x128x128 g"]) is None
+
+
+def test_what_is_shipped_has_timed_every_candidate(monkeypatch, on_h200):
+    """A packed call's race that ends early is run again, with more time."""
+    given: list[float] = []
+
+    def tune(self, inv, validate_backward):
+        given.append(self.max_seconds)
+        late = {"reason": f"not timed: the time {OUT_OF_TIME}"} if self.max_seconds < 3 else {"seconds": 1e-3}
+        return Tuned(RecurrentAttentionConfig(**WINNER), {"candidates": [{"seconds": 1e-3}, late]})
+
+    monkeypatch.setattr(Tuner, "tune", tune)
+    usual = Tuner(max_seconds=1.0)
+    record = shipping.tune_call(linear_gpu.calls()["packed 32768x16x128x128 g"], usual, False, ConfigCache())
+    assert given == [1.0, 2.0, 4.0]
+    assert usual.max_seconds == 1.0
+    assert all("seconds" in candidate for candidate in record["candidates"])
 
 
 def test_calls_are_the_benchmarks_and_a_decode_step():

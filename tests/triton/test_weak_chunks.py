@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 from ejkernel._device import device_of
+from ejkernel.callib import _interpreted
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
 from ejkernel.kernels._triton.linear._call import Call
@@ -64,3 +66,33 @@ def test_gates_at_the_limit_lose_nothing():
     case = AtTheLimit(**dataclasses.asdict(CASES[0]))
     want = value_and_grads(case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, None)
     assert worst(run(case), want) < 6e-3
+
+
+def test_scores_are_not_biased_where_tf32_products_cut_digits_off(monkeypatch):
+    """Hopper's tensor cores read 10 bits of a tf32 operand and cut the others off: 7e-4 of every score if they are not 0."""
+    from triton.runtime import interpreter
+
+    _interpreted._mend_bfloat16()  # before, so that it is not undone with the change below
+    usual = interpreter.InterpreterBuilder.create_dot
+
+    def cut(handle):
+        if handle.data.dtype != np.float32 or handle.dtype.primitive_bitwidth != 32:
+            return handle
+        return interpreter.TensorHandle((handle.data.view(np.int32) & -0x2000).view(np.float32), handle.dtype)
+
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: usual(self, cut(a), cut(b), *rest)
+    )
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k = (jax.random.uniform(key, (1, 64, 1, 32), minval=0.5).astype(jnp.bfloat16) for key in keys[:2])
+    gk = -jax.random.uniform(keys[2], (1, 64, 1, 32)) / 16
+    problem = recurrent_problem(q, k, k, gk=gk)
+    arrays = {name: getattr(problem, name) for name in ("query", "key", "value", "gk")}
+    call = Call.of(Plan.of(problem, LinearConfig("chunked", 64)), arrays, None)
+    rows = rows_of_keys(call, block_decays=False, low=True)
+    found = (np.asarray(rows.scores, np.float64) + np.asarray(rows.scores_low, np.float64))[0, 0]
+    c = np.cumsum(np.asarray(gk, np.float64)[0, :, 0], 0)
+    wide = [np.asarray(x, np.float64)[0, :, 0] for x in (q, k)]
+    want = np.einsum("tc,sc,tsc->ts", *wide, np.exp(c[:, None] - c[None])) * 32**-0.5
+    below = np.tril_indices(64)
+    assert abs(np.mean(found[below] / want[below] - 1)) < 1e-4

@@ -2,6 +2,6 @@
 
 from ejkernel.kernels._delta.config import GatedDeltaRuleConfig
 from ejkernel.kernels._delta.problem import DeltaProblem
-from ejkernel.kernels._delta.signature import GATED_DELTA_RULE, delta_problem
+from ejkernel.kernels._delta.signature import GATED_DELTA_RULE
 
-__all__ = ["GATED_DELTA_RULE", "DeltaProblem", "GatedDeltaRuleConfig", "delta_problem"]
+__all__ = ["GATED_DELTA_RULE", "DeltaProblem", "GatedDeltaRuleConfig"]

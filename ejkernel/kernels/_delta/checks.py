@@ -39,12 +39,15 @@ def dims_of(q: jax.Array, v: jax.Array, sequences: int) -> Dims:
 
 
 def beta(dims: Dims, x: Any, packed_rank3: bool) -> jax.Array:
-    """`[B, T, H]`, one writing strength for each value head."""
+    """`[B, T, H]`, one beta for each value head."""
     array = float_array("beta", x)
     legal = (dims.T, dims.H) if packed_rank3 else (dims.B, dims.T, dims.H)
     if array.shape != legal:
         names = "tokens, value heads" if packed_rank3 else "batch, time, value heads"
-        raise ValueError(f"beta must be {list(legal)} ({names}) to match value; got {list(array.shape)}.")
+        hint = ""
+        if array.shape[:-1] == legal:  # one for each channel, as gates have, or for one
+            hint = " It goes in as beta[..., 0]." if array.shape[-1] == 1 else " The order is query, key, value, beta, g."
+        raise ValueError(f"beta must be {list(legal)} ({names}) to match value; got {list(array.shape)}.{hint}")
     return array[None] if packed_rank3 else array
 
 

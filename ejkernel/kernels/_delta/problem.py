@@ -23,7 +23,7 @@ from jax import lax
 from ejkernel._device import Device, device_of
 from ejkernel.kernels._delta import checks
 from ejkernel.kernels._linear import checks as shared
-from ejkernel.kernels._linear.problem import RecurrenceProblem, state_dtype
+from ejkernel.kernels._linear.problem import RecurrenceProblem, shared_fields
 
 EPSILON = 1e-6  # of use_qk_l2norm
 
@@ -60,35 +60,27 @@ class DeltaProblem(RecurrenceProblem):
         value: Any,
         beta: Any,
         g: Any = None,
-        *,
         softmax_scale: Any = None,
         initial_state: Any = None,
-        reverse: bool = False,
+        reverse: Any = False,
         cu_seqlens: Any = None,
-        use_qk_l2norm: bool = False,
+        *,
+        use_qk_l2norm: Any = False,
     ) -> DeltaProblem:
-        """Checks every argument against the contract; ValueError or TypeError names the one that is wrong."""
-        q, k, v = (shared.float_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-        packed_rank3 = cu_seqlens is not None and q.ndim == 3
-        rank3 = "[tokens, heads, channels]" if packed_rank3 else None
-        q, k, v = (shared.rank4(name, x, rank3) for name, x in (("query", q), ("key", k), ("value", v)))
+        """The gated delta rule, its arguments in the order of the documents; an error names the one that is wrong."""
+        q, k, v, packed_rank3 = shared.rows(query, key, value, cu_seqlens)
         checks.query_key_value(q, k, v)
         dims = checks.dims_of(q, v, sequences=shared.sequences(cu_seqlens, q))
-        scale, traced_scale = shared.scale(softmax_scale, dims.K)
         return cls(
             query=q,
             key=k,
             value=v,
             beta=checks.beta(dims, beta, packed_rank3),
             g=checks.gate(dims, g, packed_rank3),
-            initial_state=shared.initial_state(dims, initial_state, state_dtype(q)),
-            cu_seqlens=shared.cu_seqlens(cu_seqlens, q),
-            traced_scale=traced_scale,
-            scale=scale,
-            reverse=shared.flag("reverse", reverse),
             use_qk_l2norm=shared.flag("use_qk_l2norm", use_qk_l2norm),
             packed_rank3=packed_rank3,
             device=device_of((q, k, v)),
+            **shared_fields(dims, q, initial_state, cu_seqlens, softmax_scale, reverse),
         )
 
     @property

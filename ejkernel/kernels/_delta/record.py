@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules import GatedDeltaRule, gated_delta_rule
+from ejkernel.testing import flash_linear, jax_linear
 from ejkernel.testing.contenders import Contender, jitted
 from ejkernel.testing.delta_cases import CASES, DeltaCase
 from ejkernel.testing.delta_reference import delta_reference
+from ejkernel.testing.flash_delta import FlashDelta
 from ejkernel.testing.hand_written import scan_delta_rule
 from ejkernel.testing.judge import Judge, Part, of_recurrence
 from ejkernel.testing.record import HeadsRecord
@@ -26,7 +28,17 @@ def _scan(record: DeltaRecord) -> Contender:
     return jitted(lambda **arrays: scan_delta_rule(**arrays)[0])
 
 
-RIVALS: dict[str, Callable[[Any], Contender]] = {"scan": _scan}
+def _flash_delta(record: DeltaRecord) -> Contender:
+    """flash-linear-attention, on torch copies of the arrays."""
+    return flash_linear.contender(FlashDelta, dict)
+
+
+def _jax_linear(record: DeltaRecord) -> Contender:
+    """jax-linear-attention's kernels for Hopper."""
+    return jitted(jax_linear.delta(), absent=jax_linear.missing(), library=jax_linear.LIBRARY)
+
+
+RIVALS: dict[str, Callable[[Any], Contender]] = {"scan": _scan, "fla": _flash_delta, "jla": _jax_linear}
 
 
 class DeltaRecord(HeadsRecord):
@@ -35,14 +47,14 @@ class DeltaRecord(HeadsRecord):
     def abstract(self, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
         """As of the linear operations with the heads of query and key for those of key and value, and beta."""
         fewer = shape.heads if shape.kv_heads is None else shape.kv_heads
-        found = dataclasses.replace(shape, kv_heads=None).abstract()
+        found = self.by_argument(dataclasses.replace(shape, kv_heads=None).abstract())
         narrow = jax.ShapeDtypeStruct((*found["query"].shape[:2], fewer, shape.key_channels), found["query"].dtype)
         beta = jax.ShapeDtypeStruct(found["value"].shape[:3], found["value"].dtype)
         return {**found, "query": narrow, "key": narrow, "beta": beta}
 
     def arrays(self, shape: Shape, strong_gates: bool = False) -> dict[str, jax.Array]:
         wanted = self.abstract(shape)
-        drawn = dataclasses.replace(shape, kv_heads=None).arrays(strong_gates)
+        drawn = self.by_argument(dataclasses.replace(shape, kv_heads=None).arrays(strong_gates))
         keys = jax.random.split(jax.random.key(7), 3)
         unit = lambda key, x: _unit(jax.random.normal(key, x.shape)).astype(x.dtype)
         beta = jax.nn.sigmoid(jax.random.normal(keys[2], wanted["beta"].shape)).astype(wanted["beta"].dtype)
@@ -71,5 +83,7 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 RECORDS = (
-    DeltaRecord(operation=gated_delta_rule, kernel=GatedDeltaRule, legal_gates=("g", "g4"), gates=("g",), rivals=RIVALS),
+    DeltaRecord(
+        operation=gated_delta_rule, kernel=GatedDeltaRule, legal_gates=("g", "gk"), gates=("g",), key_gate="g", rivals=RIVALS
+    ),
 )

@@ -9,9 +9,10 @@ from typing import ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ejkernel.callib import shared_memory_of
 from ejkernel.kernels._implementation import Implementation
 from ejkernel.kernels._linear.config import TILE_FIELDS, RecurrenceConfig
-from ejkernel.kernels._linear.problem import DECODED_TOKENS
+from ejkernel.kernels._linear.problem import DECODED_TOKENS, EMPTY
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._launches import does_not_fit
 from ejkernel.kernels._triton.linear._plan import LEAST_CAPABILITY, Problem, capability_of, interpreted
@@ -23,6 +24,7 @@ C = TypeVar("C", bound=RecurrenceConfig)
 
 MAX_STEPS = DECODED_TOKENS  # tokens up to which one launch, step by step, beats chunks
 MOST = 12  # candidates of a call, the heuristic included
+ROOM_FOR_CANDIDATES = shared_memory_of(80)  # bytes: an A100's, which has room for every tile that `changes` names
 
 
 class TritonRecurrence(Implementation[P, C]):
@@ -59,6 +61,8 @@ class TritonRecurrence(Implementation[P, C]):
         """
         if cfg.block_q not in self.rows:
             return f"block_q must be one of {', '.join(map(str, self.rows))} on triton; got {cfg.block_q}"
+        if cfg.block_h is not None:
+            return f"block_h must be None on triton, where a program takes one head; got {cfg.block_h}"
         route = self.taken(problem, cfg)
         reason = route.refuses(cfg)
         capability = problem.device.capability
@@ -69,7 +73,8 @@ class TritonRecurrence(Implementation[P, C]):
     def candidates(self, problem: P) -> Sequence[C]:
         """The heuristic first, then at most `MOST` - 1 others; none that is refused or whose tiles exceed the channels.
 
-        They differ from the heuristic in one or two fields each and fit an A100's and an H100's shared memory.
+        They differ from the heuristic in one or two fields each and fit an A100's and an H100's shared memory. On a device with
+        less, such as an RTX card, each is compiled to see whether it fits.
         """
         first = self.heuristic(problem)
         _, T, _, K, V = problem.shape
@@ -83,15 +88,12 @@ class TritonRecurrence(Implementation[P, C]):
         return legal[:MOST]
 
     def route(self, problem: P, cfg: C) -> str:
-        return self.taken(problem, cfg).name
+        return EMPTY if problem.empty else self.taken(problem, cfg).name
 
     def solve(self, problem: P, cfg: C) -> tuple[Array, Array]:
         """(output in `problem.output_dtype`, final state)."""
-        B, T, H, K, V = problem.shape
-        if T == 0 or B == 0:
-            state = problem.initial_state
-            empty = jnp.zeros((B, T, H, V), problem.output_dtype)
-            return empty, jnp.zeros((problem.sequences, H, K, V), problem.state_dtype) if state is None else state
+        if problem.empty:
+            return problem.of_no_tokens()
         return solve_along(self.taken(problem, cfg), problem.differentiable, problem.cu_seqlens)
 
     def versions(self) -> Mapping[str, str]:
@@ -101,7 +103,7 @@ class TritonRecurrence(Implementation[P, C]):
 
 
 def _known_to_fit(route: Route, cfg: RecurrenceConfig) -> bool:
-    """Whether a configuration names no tiles, or those of a candidate."""
+    """Whether a configuration names no tiles, or, on a device with an A100's shared memory or more, those of a candidate."""
     named = {name: getattr(cfg, name) for name in TILE_FIELDS if getattr(cfg, name) is not None}
     offered = [{name: value for name, value in change.items() if name in TILE_FIELDS} for change in route.changes()]
-    return not named or named in offered
+    return not named or (route.plan.shared >= ROOM_FOR_CANDIDATES and named in offered)

@@ -114,3 +114,9 @@ class Call:
     def per_head_dtype(self, x: Array) -> Any:
         """What a kernel writes a gradient per head in: the array's own dtype, or float32 when a group is summed after."""
         return x.dtype if heads(x) == self.dims[2] else np.float32
+
+
+def states_in_chunks(call: Call) -> int:
+    """Bytes of one state for every chunk and head, in the dtype of operands."""
+    _, _, H, K, V = call.dims
+    return call.chunks.count * H * K * V * call.plan.operand.itemsize

@@ -9,37 +9,21 @@ from typing import Any
 import jax
 
 from ejkernel._meshes import run_partitioned
+from ejkernel.kernels._linear.axes import ADVICE, FREE, Roles, roles
 from ejkernel.kernels._triton.linear._call import Call
 from ejkernel.kernels._triton.linear._chunks import Array
+from ejkernel.kernels._triton.linear._windows import forward_pass
 from ejkernel.kernels._triton.linear.routes import Route
-from ejkernel.parallel.partition import Axes, Roles, partitioned, roles_of_results
+from ejkernel.parallel.partition import Axes, partitioned, roles_of_results
 
-ADVICE = (
-    "A state goes through all tokens of a sequence and holds all channels of a head, so only batch and heads are split: gather "
-    "the other axis first, with jax.sharding.reshard(x, jax.P(...)) that names None there."
-)
 Launch = Callable[..., dict[str, Any]]
-
-
-def roles(name: str, packed: bool) -> Roles:
-    """What the axes of an argument or result of that name are."""
-    token, sequence = ("batch", "time", "heads"), "packed sequences" if packed else "batch"
-    if name in ("g", "beta"):
-        return token
-    if name == "cu_seqlens":
-        return (sequence,)
-    if name == "g_gamma":
-        return sequence, "heads"
-    if name in ("initial_state", "final", "dfinal"):
-        return sequence, "heads", "key channels", "value channels"
-    return *token, "key channels" if name in ("query", "key", "gk") else "value channels"
 
 
 def split_forward(route: Route, keep: bool) -> Launch:
     """The forward pass of a route over arrays [B, T, ...]; gives `output`, `final` and `saved`."""
 
     def launch(args: dict[str, Any]) -> dict[str, Any]:
-        found = route.forward(Call.of(route.plan, args["arrays"], args["cu_seqlens"]), keep)
+        found = forward_pass(route, Call.of(route.plan, args["arrays"], args["cu_seqlens"]), keep)
         return dict(zip(("output", "final", "saved"), found, strict=True))
 
     def run(**args: Any) -> dict[str, Any]:
@@ -79,7 +63,7 @@ def over_explicit_axes(
 
     of = functools.partial(roles, packed=packed)
     wanted = of("output"), of("final")
-    return run_partitioned(run, given, {name: of(name) for name in given}, wanted, ("batch", "heads"), ADVICE, by_hand=True)
+    return run_partitioned(run, given, {name: of(name) for name in given}, wanted, FREE, ADVICE, by_hand=True)
 
 
 def _shapes(args: Any) -> Any:

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from ejkernel._kept import RECURRENCE_OUTPUT, RECURRENCE_STATES, named
+from ejkernel._meshes import inside_shard_map
+from ejkernel._reverse_only import differentiable_once, not_differentiable
 from ejkernel._varying import vary, varying_axes
-from ejkernel.kernels._triton.linear._batching import foldable
+from ejkernel.kernels._linear.batching import foldable
 from ejkernel.kernels._triton.linear._call import Call
 from ejkernel.kernels._triton.linear._chunks import Array, owner
 from ejkernel.kernels._triton.linear._mesh import over_explicit_axes, split_backward, split_forward
 from ejkernel.kernels._triton.linear._plan import COMPARE_ALL
-from ejkernel.kernels._triton.linear._reverse_only import differentiable_once, not_differentiable
 from ejkernel.kernels._triton.linear.routes import Route
 
 
@@ -27,11 +29,11 @@ def solve_along(route: Route, arrays: dict[str, Array], cu_seqlens: Array | None
     # is the sum over the shards, which the array's own type asks for.
     axes = varying_axes(*arrays.values(), *(() if cu_seqlens is None else (cu_seqlens,)))
     arrays = {name: vary(x, axes) for name, x in arrays.items()}
-    return over_explicit_axes(
-        lambda arrays, cu_seqlens: _solve(route, differentiable_once(arrays), cu_seqlens),
-        arrays,
-        None if cu_seqlens is None else vary(cu_seqlens, axes),
-    )
+
+    def run(arrays: dict[str, Array], cu_seqlens: Array | None) -> tuple[Array, Array]:
+        return (_solve_jitted if inside_shard_map() else _solve)(route, differentiable_once(arrays), cu_seqlens)
+
+    return over_explicit_axes(run, arrays, None if cu_seqlens is None else vary(cu_seqlens, axes))
 
 
 @jax.tree_util.register_static
@@ -51,7 +53,8 @@ def _solve_forward(route: Route, arrays: dict[str, Any], cu_seqlens: Any) -> Any
     route = route.differentiated(constant_decay="g_gamma" in arrays and arrays["g_gamma"].perturbed)
     arrays = {name: x.value for name, x in arrays.items()}
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.value
-    output, final, saved = _forward(route, True, not_differentiable(arrays), cu_seqlens)
+    output, *rest = _forward(route, True, not_differentiable(arrays), cu_seqlens)
+    output, (final, saved) = named(RECURRENCE_OUTPUT, output), named(RECURRENCE_STATES, rest)
     return (output, final), (Taken(route), arrays, cu_seqlens, saved)
 
 
@@ -67,6 +70,7 @@ def _solve_backward(_: Route, residuals: Any, cotangents: Any) -> Any:
 
 
 _solve.defvjp(_solve_forward, _solve_backward, symbolic_zeros=True)
+_solve_jitted = jax.jit(_solve, static_argnums=(0,))
 
 
 # Jitted with the route as a static argument, so that calls outside `jit` trace and compile once for each shape.

@@ -45,6 +45,20 @@ def load_lower(x, index, C: tl.constexpr):
     return tl.load(x + index * (C * C) + (t * C + s), mask=t // 16 >= s // 16, other=0.0)
 
 
+@triton.jit
+def load_key_scores(x, index, C: tl.constexpr):
+    """[C, C] in float64: matrix `index` of x [matrices, 2, C, C], a high and a low part."""
+    return load_lower(x, index * 2, C).to(tl.float64) + load_lower(x, index * 2 + 1, C).to(tl.float64)
+
+
+@triton.jit
+def _store_key_scores(x, block, index, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr):
+    """Block (i, j) of what `load_key_scores` reads."""
+    high = block.to(tl.float32)
+    tl.store(_block(x, index * 2, i, j, C), high)
+    tl.store(_block(x, index * 2 + 1, i, j, C), (block - high).to(tl.float32))
+
+
 @triton.constexpr_function
 def _at(i, j):
     """Where block (i, j), j <= i, stands in a tuple with one row of blocks after the other."""
@@ -57,11 +71,15 @@ def _products(
     EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Blocks (i, j), j <= i < N, of k k^T and of q k^T for a chunk's rows of q and k [tokens, HK, K], one row of blocks after
-    the other. Both in one turn over the channels: what a program waits for is memory, so all of it is asked for early."""
+    the other. Both in one turn over the channels: what a program waits for is memory, so all of it is asked for early.
+
+    EXACT: k k^T in float64. Where keys are alike its roundings all point the same way, and a chunk's rows add them up.
+    """
+    KEYS: tl.constexpr = tl.float64 if EXACT else DT
     of_keys = ()
     of_queries = ()
     for _ in tl.static_range(N * (N + 1) // 2):
-        of_keys = of_keys + (tl.zeros([16, 16], tl.float32),)
+        of_keys = of_keys + (tl.zeros([16, 16], tl.float64 if EXACT else tl.float32),)
         of_queries = of_queries + (tl.zeros([16, 16], tl.float32),)
     for c in tl.range(0, K, BK, num_stages=STAGES):
         keys = ()
@@ -71,7 +89,11 @@ def _products(
             query = load_rows(q, token + SIGN * 16 * i, rows - 16 * i, head, c, HK, K, 16, BK, SIGN, EVEN)
             for j in tl.static_range(i + 1):
                 right = tl.trans(keys[j].to(DT))
-                of_keys = put(of_keys, _at(i, j), dot(keys[i], right, of_keys[_at(i, j)], DT, "ieee" if EXACT else PREC))
+                total = tl.dot(
+                    keys[i].to(KEYS), right.to(KEYS), of_keys[_at(i, j)], input_precision="ieee" if EXACT else PREC,
+                    out_dtype=tl.float64 if EXACT else tl.float32,
+                )  # fmt: skip
+                of_keys = put(of_keys, _at(i, j), total)
                 of_queries = put(of_queries, _at(i, j), dot(query, right, of_queries[_at(i, j)], DT, PREC))
     return of_keys, of_queries
 
@@ -142,8 +164,9 @@ def delta_correction(
 
     M, M_low [chunks, H, C, C]: the scores of keys with keys and, where it matters, their low part; None with one gate per head
     or none, where they are made here, and with them those of queries with keys: scores [chunks, H, C, C], scaled, 0 for s > t.
-    gs: as `head_decays` reads it. key_scores [chunks, H, C, C]: M as it is multiplied, 0 for s >= t, if asked for. betas
-    [chunks, H, C]: beta in float32, row by row of a chunk: what the scans can have copied to shared memory before they need it.
+    gs: as `head_decays` reads it. key_scores [chunks, H, 2, C, C]: M as it is multiplied, 0 for s >= t, a high and a low part,
+    if asked for. betas [chunks, H, C]: beta in float32, row by row of a chunk: what the scans can have copied to shared memory
+    before they need it.
     Blocks of 16 x 16 above the diagonal are not written, and `load_lower` does not read them.
     """
     N: tl.constexpr = C // 16
@@ -181,16 +204,17 @@ def delta_correction(
     factors = ()
     for i in tl.static_range(N):
         own = tl.where(below, blocks[_at(i, i)], 0.0)
+        if key_scores is not None:
+            _store_key_scores(key_scores, own, index, i, i, C)
+            for j in tl.static_range(i):
+                _store_key_scores(key_scores, blocks[_at(i, j)], index, i, j, C)
+                blocks = put(blocks, _at(i, j), blocks[_at(i, j)].to(tl.float32))
+            own = own.to(tl.float32)
         one = load_per_head(beta, token + SIGN * 16 * i, rows - 16 * i, head, H, 16, SIGN)
         tl.store(betas + index * C + 16 * i + r, one)
         factors = factors + (one[None, :],)
         diagonal = diagonal + (own,)
         inverses = inverses + (_inverse(own * factors[i], PREC),)
-    if key_scores is not None:
-        for i in tl.static_range(N):
-            tl.store(_block(key_scores, index, i, i, C), diagonal[i])
-            for j in tl.static_range(i):
-                tl.store(_block(key_scores, index, i, j, C), blocks[_at(i, j)])
     for j in tl.static_range(N):
         column = (_dot(inverses[j], diagonal[j], PREC),)
         tl.store(_block(Z, index, j, j, C), column[0].to(Z.dtype.element_ty))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.gated_delta_rule.kernels.correction import load_lower
+from ejkernel.kernels._triton.gated_delta_rule.kernels.correction import load_key_scores, load_lower
 from ejkernel.kernels._triton.gated_delta_rule.kernels.scans import load_prepared, refined
 from ejkernel.kernels._triton.linear.kernels.head_decays import head_decays
 from ejkernel.kernels._triton.linear.kernels.segments import chunk_in_turn, ends_sequence, rows_of_segment, scanned_segment
@@ -69,7 +69,7 @@ def delta_segment_ends(
         R = tl.trans(bv).to(tl.float32) - R
         E = R - dot(R * bb, tl.trans(bz), None, DT, PREC)
         if M is not None:
-            E = refined(E, R, bb, tl.trans(bz), tl.trans(load_lower(M, index, C)), DT, PREC)
+            E = refined(E, R, bb, tl.trans(bz), tl.trans(load_key_scores(M, index, C)), DT, PREC)
         U = E * bb
         if not ROWS:
             if gs is not None:

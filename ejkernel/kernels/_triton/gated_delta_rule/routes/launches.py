@@ -38,7 +38,7 @@ class Correction(NamedTuple):
 
     Z: Array
     betas: Array  # [chunks, H, C]
-    key_scores: Array | None  # where products are as good as float32's: to refine the errors once
+    key_scores: Array | None  # [chunks, H, 2, C, C], where products are as good as float32's: to refine the errors once
 
 
 def head_gate_rows(call: Call) -> tuple[Correction, Rows]:
@@ -58,16 +58,18 @@ def _correction(call: Call, given: dict[str, Array | None], with_scores: bool) -
     plan, (_, _, H, K, _), chunks = call.plan, call.dims, call.chunks
     k = call.arrays["key"]
     matrix = shape((chunks.count, H, plan.C, plan.C), plan.operand)
+    wide = shape((chunks.count, H, 2, plan.C, plan.C), np.float32)
+    turn = 16 if not plan.bfloat16 else 64 if K > 64 else 32  # two turns at least: one's channels are copied ahead of the other
     return triton_call(
         arguments={
             **given, "k": k, "gs": call.head_gates["gs"], "beta": call.arrays["beta"], "scale": plan.scale, **chunks.arguments,
         },
         out_shape={
-            "Z": matrix, "scores": matrix if with_scores else None, "key_scores": matrix if plan.exact else None,
+            "Z": matrix, "scores": matrix if with_scores else None, "key_scores": wide if plan.exact else None,
             "betas": shape((chunks.count, H, plan.C), np.float32),
         },
         kernel=delta_correction, grid=(chunks.count * H,), HK=heads(k), K=K, EXACT=plan.exact, num_warps=1, num_stages=1,
-        BK=tile(K, 64 if plan.bfloat16 else 16), STAGES=2 if plan.bfloat16 else 1, **call.constants(),
+        BK=tile(K, turn), STAGES=2 if plan.bfloat16 else 1, **call.constants(),
     )  # fmt: skip
 
 

@@ -25,7 +25,6 @@ from ejkernel.kernels._triton.linear.kernels.tiles import (
     load_rows,
     load_state,
     low_part,
-    nearest_tf32,
     onwards,
     program_at,
     store_rows,
@@ -114,15 +113,12 @@ def weak_rows(
         store_split(kd, index * SPLIT, C * KP, at, bk * half[None, :], SPLIT)
         if kp is not None:
             store_split(kp, index * SPLIT, C * KP, at, read * half[None, :], SPLIT)
-            of_keys = tl.dot(read, tl.trans(bk), of_keys, input_precision="tf32")
+            of_keys = dot(read, tl.trans(bk), of_keys, tl.float32, "tf32")
         if q is not None:
             bq = bq.to(tl.float32) * (exp_of_log(c) * scale)
             store_split(qd, index * SPLIT, C * KP, at, bq * half[None, :], SPLIT)
-            # Operands with tf32's 10 bits (Hopper cuts the others off): in bfloat16 they would cost as much as all the A_low.
-            if SPLIT == 2:
-                bq = nearest_tf32(bq)
-                bk = nearest_tf32(bk)
-            scores = tl.dot(bq, tl.trans(bk), scores, input_precision="tf32")
+            # Operands with tf32's 10 bits, rounded: in bfloat16 they would cost as much as all the A_low.
+            scores = dot(bq, tl.trans(bk), scores, tl.float32, "tf32")
         tl.store(chunk_decay + index * KP + col + tl.arange(0, BK), half * half)
     if q is not None:
         scores = tl.where(r[:, None] >= r[None, :], scores, 0.0)

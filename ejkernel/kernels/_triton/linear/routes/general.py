@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.callib import cdiv, triton_call
-from ejkernel.kernels._triton.linear._call import Call, heads, shape
+from ejkernel.kernels._triton.linear._call import Call, heads, shape, states_in_chunks
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.kernels import general_axis
@@ -39,6 +39,9 @@ class General(Route):
         scores = scores_of_axis(call, keys)
         output = one_axis(call, values, keys, scores, states, None, output_alone(call))["dx"]
         return output, final, {"states": states, "scores": scores} if keep else {}
+
+    def stored_bytes(self, call: Call) -> int:
+        return states_in_chunks(call)
 
     def recomputed(self, call: Call) -> Saved:
         _, k, v = call.query_key_value

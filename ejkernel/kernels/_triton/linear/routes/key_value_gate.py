@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
-from ejkernel.kernels._triton.linear._call import Call, heads, shape
+from ejkernel.kernels._triton.linear._call import Call, heads, shape, states_in_chunks
 from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, gate_parts, tile
 from ejkernel.kernels._triton.linear.kernels import key_value_scan, other_axis, weak_chunks
@@ -76,6 +76,9 @@ class KeyValueGate(Route):
         # With the values' range: found again by other sums, a chunk at the limit might be weak where its scores are needed.
         saved = {"states": states, "blocked": blocked, "value_gates": gates, "keys": keys}
         return output, final, saved if keep else {}
+
+    def stored_bytes(self, call: Call) -> int:
+        return 2 * states_in_chunks(call)  # high and low part
 
     def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
         keys: GatedRows = saved["keys"]

@@ -57,6 +57,10 @@ class Route:
         """(output, final state, what `backward` starts from if it is to be kept)."""
         raise NotImplementedError
 
+    def stored_bytes(self, call: Call) -> int:
+        """Bytes of the states that `forward` stores even where nothing is kept."""
+        return 0
+
     def recomputed(self, call: Call) -> Saved:
         """What `forward` would have kept, for a call that went step by step."""
         return self.forward(call, keep=True)[2]
