@@ -1,10 +1,16 @@
-"""Doctests come from the whole package; what needs a library that is not there is left out; `--few` takes a sample."""
+"""Doctests come from the whole package; what needs a library that is not there is left out; `--few` takes a sample.
+
+JAX's settings belong to the process: whatever changes them, while tests are collected or run, is named and fails.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
 
+import jax
 import pytest
 
 
@@ -14,6 +20,31 @@ def _there(*names: str) -> bool:
 
 collect_ignore_glob = [] if _there("triton") else ["ejkernel/kernels/_triton/*", "tests/triton/[!t]*.py"]
 collect_ignore_glob += [] if _there("typer", "rich") else ["ejkernel/cli/_*", "tests/cli/test_*"]
+
+
+def _settings() -> dict[str, Any]:
+    return dict(jax.config.values)
+
+
+AT_START = _settings()
+
+
+def _changed() -> str:
+    """The settings that are not what they were, as text; empty where none is."""
+    now = _settings()
+    return ", ".join(f"{name}={now[name]!r}" for name in AT_START if now[name] != AT_START[name])
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Collecting doctests imports every file, programs too: what an import changes would hold for all tests after it."""
+    if changed := _changed():
+        raise pytest.UsageError(f"{report.nodeid} changes JAX's settings when it is imported: {changed}.")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settings_stay() -> Iterator[None]:
+    yield
+    assert not _changed(), f"A test of this module left JAX's settings changed: {_changed()}."
 
 
 # With `--few` these run every test, by one case each; every other module runs a sample of its tests.
@@ -32,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if not any(item.get_closest_marker(name) for name in ("slow", "long", "gpu", "hypothesis")):
+        if not any(item.get_closest_marker(name) for name in ("slow", "long", "gpu", "tpu", "hypothesis")):
             tests[item.nodeid.split("[" if item.nodeid.startswith(EVERY_TEST) else "::")[0]].append(item)
     of = lambda name: 1 if "::" in name else 3 * few if name.endswith(SHARED_CASES) else few
     kept = {item for name, own in tests.items() for item in _spread(own, of(name))}

@@ -1,112 +1,76 @@
 """What is sent and computed where time is split over devices: counted in compiled programs, and modelled up to 1,024 GPUs.
 
 python -m benchmarks.several_devices count     # bytes and operations on 1 to 16 simulated devices, against the formulas
+python -m benchmarks.several_devices seconds   # processor time of 8 shards against that of the whole
 python -m benchmarks.several_devices model     # the tables and the picture of docs/several_devices.md
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 import os
-import re
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from benchmarks.operations import counted
-from ejkernel.kernels._linear import LinearProblem
 from ejkernel.kernels._linear.config import Exchange
-from ejkernel.modules import GatedDeltaRuleConfig, GLAttentionConfig, gated_delta_rule, gla_attention
+from ejkernel.parallel.exchange import MOST_GATHERED
+from ejkernel.testing.split_programs import Gates, SplitProgram, state_bytes, summary_bytes
 
 DOCS = Path(__file__).parents[1] / "docs"
-SHARED = PartitionSpec(None, "time")
-
-
-def state_bytes(rows: int, heads: int, K: int, V: int) -> int:
-    """An adjoint state, which the backward pass sends."""
-    return 4 * rows * heads * K * V
-
-
-def summary_bytes(operation: str, rows: int, heads: int, K: int, V: int) -> int:
-    """A shard's summary, which the forward pass sends: U, and decays per key channel, or the delta rule's matrix."""
-    return state_bytes(rows, heads, K, V) + 4 * rows * heads * (K * K if operation == "delta" else K + 1)
-
-
-def program(
-    operation: str, devices: int, exchange: Exchange | None, tokens: int, heads: int, K: int, gradient: bool = True
-) -> Any:
-    """The compiled program; exchange None: on one device, whole."""
-    names = ("query", "key", "value", "g", *(("beta",) if operation == "delta" else ()))
-    shape = {name: (1, tokens, heads) if name == "beta" else (1, tokens, heads, K) for name in names}
-    mesh = jax.make_mesh((devices,), ("time",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
-    call: Any = gated_delta_rule if operation == "delta" else gla_attention
-    kind: Any = GatedDeltaRuleConfig if operation == "delta" else GLAttentionConfig
-    cfg = kind(block_q=64, platform="xla", exchange=exchange)
-    run = lambda arrays: call(**arrays, cfg=cfg)
-    if exchange is not None:
-        local = lambda arrays: call(**arrays, cfg=cfg, sequence_axis="time")
-        run = jax.shard_map(local, mesh=mesh, in_specs=(dict.fromkeys(names, SHARED),), out_specs=SHARED)
-    whole = lambda arrays: jax.vjp(run, arrays)[1](jnp.ones_like(arrays["value"])) if gradient else run(arrays)
-    placed = NamedSharding(mesh, SHARED if exchange else PartitionSpec())
-    arrays = {name: jax.ShapeDtypeStruct(x, jnp.float32, sharding=placed) for name, x in shape.items()}
-    return jax.jit(whole).lower(arrays).compile()
-
-
-def received(text: str, devices: int) -> int:
-    """Bytes that a device receives: of gathered arrays all but its own part, of permuted ones all."""
-    total = 0
-    for sizes, operation in re.findall(r"= f32\[([\d,]*)\]\S* (all-gather|collective-permute)\(", text):
-        size = 4 * math.prod(int(n) for n in sizes.split(","))
-        total += size * (devices - 1) // devices if operation == "all-gather" else size
-    return total
-
-
-def expected(operation: str, devices: int, exchange: str, heads: int, K: int) -> int:
-    """The formula: every other shard's summary and adjoint state, or one of each for every step and one more."""
-    times = devices - 1 if exchange == "gather" else (devices - 1).bit_length() + 1
-    return times * (summary_bytes(operation, 1, heads, K, K) + state_bytes(1, heads, K, K))
+GATES: tuple[Gates, ...] = ("head", "channel", "delta", "delta-channel")
 
 
 def count() -> None:
-    heads, K, tokens = 2, 32, 1024
-    print("| operation | devices | exchange | bytes received per layer, forward and backward | formula |")
+    print("| gates | devices | exchange | bytes received per layer, forward and backward | formula |")
     print("|---|---|---|---|---|")
-    cases: list[tuple[int, Exchange]] = [(n, "gather") for n in (2, 4, 8, 16)]
-    cases += [(n, "steps") for n in (8, 16)]
-    for operation in ("gla", "delta"):
+    cases: list[tuple[int, Exchange]] = [(n, "gather") for n in (1, 2, 4, 8, 16)]
+    cases += [(n, "steps") for n in (1, 2, 8, 16)]
+    for gates in GATES:
         for devices, exchange in cases:
-            found = received(program(operation, devices, exchange, tokens, heads, K).as_text(), devices)
-            wanted = expected(operation, devices, exchange, heads, K)
-            print(f"| {operation} | {devices} | {exchange} | {found:,} | {wanted:,} |", flush=True)
+            program = SplitProgram(gates, 1024, devices, exchange, channels=32)
+            print(f"| {gates} | {devices} | {exchange} | {program.received():,} | {program.formula():,} |", flush=True)
     work()
 
 
 def work() -> None:
     """Operations of a shard of 8 against an eighth of the whole."""
-    tokens, heads, channels = 8192, 2, 64
-    for operation in ("gla", "delta"):
-        trips = functools.partial(loop_length, heads=heads, K=channels) if operation == "gla" else lambda tokens: 0
-        for gradient in (False, True):
-            measure = functools.partial(program, operation, tokens=tokens, heads=heads, K=channels, gradient=gradient)
-            split = counted(measure(8, "gather").as_text(), trips(tokens // 8))
-            whole = counted(measure(1, None).as_text(), trips(tokens))
-            print(f"{operation}, {'forward and backward' if gradient else 'forward'}: {8 * split / whole:.2f} of an eighth")
+    for gates in GATES:
+        for tokens in (8192, 32768):
+            split = SplitProgram(gates, tokens, 8, "gather")
+            whole = dataclasses.replace(split, devices=1, exchange=None)
+            ratio = 8 * split.operations() / whole.operations()
+            print(f"{gates}, {tokens} tokens, forward and backward: {ratio:.2f} of an eighth", flush=True)
 
 
-def loop_length(tokens: int, heads: int, K: int) -> int:
-    """Of the linear operations on xla, whose loops take several chunks at a time."""
-    from ejkernel.kernels._xla.linear._solve import _plan
+def seconds() -> None:
+    """Processor time of all shards together against the whole call's, forward and backward."""
+    for gates in GATES:
+        split = SplitProgram(gates, 32768, 8, "gather")
+        spent = [_processor_seconds(each) for each in (split, dataclasses.replace(split, devices=1, exchange=None))]
+        print(f"{gates}: {spent[0]:.2f} s on 8 devices, {spent[1]:.2f} s on one, {spent[0] / spent[1]:.2f} times", flush=True)
 
-    row: Any = jax.ShapeDtypeStruct((1, tokens, heads, K), jnp.float32)
-    plan = _plan(LinearProblem(row, row, row, gk=row), GLAttentionConfig(block_q=64))
-    return -(-tokens // (plan.rows * plan.chunks))
+
+def _processor_seconds(program: SplitProgram, runs: int = 7) -> float:
+    """Of one run, all threads together: the least of some."""
+    compiled, shapes = program.compiled(), program.arrays()
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    drawn = {name: jax.random.normal(key, x.shape) for key, (name, x) in zip(keys, shapes.items(), strict=True)}
+    gates = {"g": jax.nn.log_sigmoid(drawn["g"])} | ({"beta": jax.nn.sigmoid(drawn["beta"])} if program.delta else {})
+    unit = {name: drawn[name] / jnp.linalg.norm(drawn[name], axis=-1, keepdims=True) for name in ("query", "key")}
+    placed = {name: jax.device_put(x, shapes[name].sharding) for name, x in {**drawn, **gates, **unit}.items()}
+    spent = []
+    for _ in range(runs):
+        begun = time.process_time()
+        jax.block_until_ready(compiled(placed))
+        spent.append(time.process_time() - begun)
+    return min(spent)
 
 
 # Model: gates per key channel in bfloat16, one layer of 16 heads, K = V = 128, one sequence of 2**20 tokens.
@@ -120,7 +84,7 @@ LATENCY_INSIDE, LATENCY = 3e-6, 10e-6  # seconds of one message
 def exchange_seconds(devices: int, exchange: str) -> float:
     """Forward and backward."""
     bandwidth, latency = (NVLINK, LATENCY_INSIDE) if devices <= 8 else (NETWORK, LATENCY)
-    sent = summary_bytes("gla", 1, HEADS, K, K) + state_bytes(1, HEADS, K, K)
+    sent = summary_bytes("channel", HEADS, K, K) + state_bytes(HEADS, K, K)
     if devices == 1:
         return 0.0
     if exchange == "gather":
@@ -133,7 +97,7 @@ def model_row(devices: int) -> tuple[float, ...]:
     tokens = TOKENS / devices
     recurrence, summaries = tokens * RECURRENCE, tokens * READ if devices > 1 else 0.0
     gather, steps = (exchange_seconds(devices, how) for how in ("gather", "steps"))
-    taken = gather if devices <= 16 else steps
+    taken = gather if devices <= MOST_GATHERED else steps
     speed = TOKENS * RECURRENCE / (recurrence + summaries + taken)
     return recurrence * 1e3, summaries * 1e3, gather * 1e3, steps * 1e3, speed
 
@@ -167,4 +131,4 @@ def model() -> None:
 
 
 if __name__ == "__main__":
-    {"count": count, "model": model}[sys.argv[1]]()
+    {"count": count, "seconds": seconds, "model": model}[sys.argv[1]]()

@@ -26,11 +26,14 @@ class Device:
         backend: `"cpu"`, `"gpu"` or `"tpu"`; other platforms of JAX keep their own name.
         kind: the model, such as `"NVIDIA H200"` or `"TPU v5 lite"`.
         capability: an NVIDIA GPU's compute capability, 90 for 9.0; None for anything else.
+        split: of a TPU, whether XLA may split the call's arrays between devices, which its kernels cannot be part of; None for
+            anything else, and before a call.
     """
 
     backend: str
     kind: str
     capability: int | None = None
+    split: bool | None = None
 
     def __str__(self) -> str:
         return self.kind if self.backend in self.kind.lower() else f"{self.kind} ({self.backend})"
@@ -100,9 +103,46 @@ def planned() -> Device | None:
     return _forced.get()
 
 
+_interpreted: contextvars.ContextVar[Any] = contextvars.ContextVar("ejkernel_interpreted", default=False)
+
+
+@contextlib.contextmanager
+def interpreting(device: Device, how: Any) -> Iterator[None]:
+    """Inside, calls are planned for `device`, and kernels that can be are interpreted: `how` is for their platform to read."""
+    token = _interpreted.set(how)
+    try:
+        with on_device(device):
+            yield
+    finally:
+        _interpreted.reset(token)
+
+
+def interpretation() -> Any:
+    """What the innermost `interpreting` around this point was told; False where there is none."""
+    return _interpreted.get()
+
+
 def device_of(arrays: Iterable[Any]) -> Device:
     """The device that a call on these arrays computes on."""
-    return planned() or describe(jax_device_of(arrays))
+    arrays = list(arrays)
+    return placed(planned() or describe(jax_device_of(arrays)), may_be_split(arrays))
+
+
+def placed(device: Device, split: bool) -> Device:
+    """A TPU with its `split`, unless that is known already; any other device as it is.
+
+    It is asked once for a call: while the call is traced, its arrays look as if nobody knew where they lie.
+    """
+    if device.backend != "tpu" or device.split is not None:
+        return device
+    return dataclasses.replace(device, split=split and jax.device_count() > 1)
+
+
+def may_be_split(arrays: Iterable[Any]) -> bool:
+    """Whether one of the arrays lies on several devices, or may do so: one without a value yet."""
+    values = [underneath(array) for array in arrays]
+    unknown = any(value is None or isinstance(value, jax.ShapeDtypeStruct) for value in values)
+    return unknown or any(isinstance(value, jax.Array) and len(value.sharding.device_set) > 1 for value in values)
 
 
 def inner(tracer: Any) -> Any:

@@ -28,6 +28,14 @@ def explicit_mesh(*arrays: jax.Array) -> Any:
     return None
 
 
+def inside_shard_map() -> bool:
+    """Whether `jax.shard_map` is around a call, its own or the user's.
+
+    There JAX runs no custom gradient with symbolic zeros but inside a `jit`, so such calls bring one along.
+    """
+    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+
+
 def repeat(x: jax.Array, count: int, axis: int) -> jax.Array:
     """`jnp.repeat` along an axis that may be split."""
     axis %= x.ndim

@@ -56,6 +56,9 @@ def as_float(argument: str, value: Any) -> float:
 def as_flag(argument: str, value: Any) -> bool:
     """A known bool, Python's or numpy's. TypeError naming the argument for anything else: "no" is not False."""
     if not isinstance(value, (bool, np.bool_)):
+        if isinstance(value, jax.core.Tracer):
+            known = f"functools.partial(f, {argument}=True), or jax.jit(f, static_argnames={argument!r})"
+            raise TypeError(f"{argument} must be known when the function is traced; got a traced value. Use {known}.")
         raise TypeError(f"{argument} must be True or False, known when the function is traced; got {value!r}.")
     return bool(value)
 
@@ -76,9 +79,13 @@ def as_array(argument: str, value: Any) -> jax.Array:
         raise TypeError(f"{argument} must be an array; got {value!r}.")
     try:
         return jnp.asarray(value)
-    except (TypeError, ValueError, OverflowError) as problem:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as problem:
+        tensor = hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray)  # such as torch's, on a GPU or in 16 bits
+        if isinstance(problem, RuntimeError) and not tensor:
+            raise
         text = repr(value) if len(repr(value)) < 80 else type(value).__name__
-        raise TypeError(f"{argument} must be an array; got {text} ({str(problem).splitlines()[0]})") from None
+        hint = " jax.dlpack.from_dlpack(x.detach()) makes one of a tensor." if tensor else ""
+        raise TypeError(f"{argument} must be an array; got {text} ({str(problem).splitlines()[0]}).{hint}") from None
 
 
 def as_numpy(argument: str, value: Any) -> np.ndarray:
@@ -104,10 +111,23 @@ def known_values(value: Any, array: jax.Array) -> np.ndarray | None:
     return np.asarray(array if isinstance(value, jax.Array) else value)
 
 
-def checked_offsets(argument: str, offsets: np.ndarray) -> None:
-    """ValueError unless offsets of packed sequences start at 0 and do not decrease."""
+def offsets_mistake(argument: str, offsets: np.ndarray, tokens: int | None = None, padded: bool = False) -> str | None:
+    """What is wrong with the offsets of packed sequences, in words; None where nothing is.
+
+    Args:
+        tokens: the length of the row, where they must end; None: anywhere.
+        padded: whether they may also end before it.
+    """
+    mistake = None
     if offsets.size and offsets[0] != 0:
-        raise ValueError(f"{argument} must start at 0; got {offsets[0]} first.")
-    if (falls := np.flatnonzero(offsets[1:] < offsets[:-1])).size:
+        mistake = f"{argument} must start at 0; got {offsets[0]} first."
+    elif (falls := np.flatnonzero(offsets[1:] < offsets[:-1])).size:
         at = int(falls[0])
-        raise ValueError(f"{argument} must not decrease; got {offsets[at]} before {offsets[at + 1]} at index {at + 1}.")
+        mistake = f"{argument} must not decrease; got {offsets[at]} before {offsets[at + 1]} at index {at + 1}."
+    elif tokens is not None and padded and offsets[-1] > tokens:
+        mistake = f"{argument} must not exceed total, {tokens}; got {offsets[-1]} last."
+    elif tokens is not None and not padded and offsets[-1] != tokens:
+        mistake = f"{argument} must end at the number of tokens, {tokens}; got {offsets[-1]} last."
+    if mistake is not None and tokens is not None and offsets.sum() == tokens:
+        mistake += f" These are lengths, which add up to {tokens}: the offsets are np.cumsum([0, *lengths])."
+    return mistake

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -27,3 +30,13 @@ def alike(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """
     axes = varying_axes(*arrays.values())
     return {name: vary(x, axes) for name, x in arrays.items()}
+
+
+def constant(x: np.ndarray, dtype: Any = None) -> jax.Array:
+    """The array as a constant of the program, for use inside `lax.cond`.
+
+    JAX turns a plain constant of a branch into an operand of the `lax.cond`. Under a `vmap` over the condition operands are
+    selected by it and then vary as it does, so that the branch cannot mark them as varying again and JAX raises an error. A
+    function of no arguments keeps its constants, and compiles to nothing but the constant.
+    """
+    return jax.jit(lambda: jnp.asarray(x, dtype))()

@@ -30,17 +30,20 @@ HEADS = 4
 
 
 # --8<-- [start:recipe]
-def causal_attention(query: Array, key: Array, value: Array, axis: str) -> Array:
+def causal_attention(query: Array, key: Array, value: Array, axis: str, segment_ids: Array | None = None) -> Array:
     """Softmax attention where time is split over a mesh axis: keys and values are gathered, queries say where they stand.
 
     `attention` counts positions from a shard's own first token, so without the positions a later shard would see too little.
+
+    Args:
+        segment_ids: [B, T] of packed documents, which may cross shards; the ids of one row differ, and -1 is padding.
     """
-    B, T = query.shape[:2]
-    key, value = (lax.all_gather(x, axis, axis=1, tiled=True) for x in (key, value))  # [B, all tokens, H, D]
-    positions = jnp.broadcast_to(lax.axis_index(axis) * T + jnp.arange(T), (B, T))
-    everyone = jnp.broadcast_to(jnp.arange(key.shape[1]), (B, key.shape[1]))
-    info = MaskInfo.from_segments(jnp.zeros_like(positions), jnp.zeros_like(everyone), positions, everyone)
-    return attention(query, key, value, mask_info=info, causal=True, dtype=None, return_weights=False)
+    everyone = lambda x: lax.all_gather(x, axis, axis=1, tiled=True)  # [B, all tokens, ...]
+    T = query.shape[1]
+    ids = jnp.zeros(query.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+    positions = jnp.broadcast_to(lax.axis_index(axis) * T + jnp.arange(T), ids.shape)
+    info = MaskInfo.from_segments(ids, everyone(ids), positions, everyone(positions))
+    return attention(query, everyone(key), everyone(value), mask_info=info, causal=True, dtype=None, return_weights=False)
 
 
 # --8<-- [end:recipe]

@@ -24,7 +24,7 @@ __all__ = ["local_offsets", "over_sequence_axis"]
 
 
 def local_offsets(axis: str, cu_seqlens: Any, tokens: int) -> jax.Array:
-    """The offsets of packed sequences, given in the whole row, in a shard's own tokens: those of other shards are empty."""
+    """Offsets of packed sequences counted in the shard's own tokens; sequences that lie in other shards are empty."""
     axis_size(axis)
     low = lax.axis_index(axis) * tokens
     return jnp.clip(jnp.asarray(offsets(cu_seqlens), jnp.int32) - low, 0, tokens)

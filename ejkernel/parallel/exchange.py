@@ -1,14 +1,15 @@
 """States that travel along a mesh axis over which time is split.
 
 A shard's tokens act on the state that comes in as an affine map, S_out = M S_in + U. `Shards.incoming` composes the maps of all
-shards before this one and applies them to the first state; `Shards.outgoing_adjoint` sends the adjoints the other way, and of
-the forward pass needs only the maps M that it kept. Two exchanges: "gather" (everyone gets every map and composes locally: one
-collective) and "steps" (log2 of the shards exchanges of one map each).
+shards before this one and applies them to the first state. `Shards.outgoing_adjoint` sends adjoints in the other direction; of
+the forward pass it needs only the maps M. There are two exchanges. "gather": every shard gets all maps in one collective and
+composes them itself. "steps": log2(shards) exchanges of one map each.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from jax import lax
 from ejkernel.kernels._linear.config import Exchange
 
 Array = jax.Array
-MOST_GATHERED = 16  # shards up to which gathering all maps takes less time than the steps' latencies
+MOST_GATHERED = 8  # shards, a node of GPUs: beyond it bytes weigh more than latencies (docs/several_devices.md, the model)
 
 
 class Maps(Protocol):
@@ -54,13 +55,17 @@ class Shards:
 
         Args:
             U: what goes out where nothing comes in.
-            passes: [shards] whether what comes in goes through; else M is no number to multiply with.
+            passes: [shards] whether the state that comes in also goes out; where it does not, M may hold anything.
             S0: what comes in at the first shard.
         """
+        if self.count == 1:
+            return S0, None
         return (self._gathered if self.exchange == "gather" else self._stepped)(maps, U, M, passes, S0)
 
     def outgoing_adjoint(self, maps: Maps, kept: Any, passes: Array, G: Array) -> Array:
-        """The adjoint of the state that goes out, from G: that of the state that comes in, as far as it is this shard's own."""
+        """The adjoint of the state that goes out. G: this shard's own part of the adjoint of the state that comes in."""
+        if self.count == 1:
+            return jnp.zeros_like(G)
         return (self._gathered_back if self.exchange == "gather" else self._stepped_back)(maps, kept, passes, G)
 
     def _gathered(self, maps: Maps, U: Array, M: Any, passes: Array, S0: Array) -> tuple[Array, Any]:
@@ -72,7 +77,7 @@ class Shards:
             after = jnp.where(through, maps.apply(M, S), 0) + U
             return jnp.where(number < index, after, S), None
 
-        before = jnp.arange(self.count - 1)
+        before = jnp.arange(self.count - 1, dtype=index.dtype)
         S, _ = lax.scan(step, S0, (before, *jax.tree.map(lambda x: x[:-1], (all_U, all_M)), passes[:-1]))
         return S, all_M
 
@@ -85,7 +90,7 @@ class Shards:
             before = G + jnp.where(through, maps.transposed(M, X), 0)
             return jnp.where(number > index, before, X), None
 
-        after = jnp.arange(1, self.count)
+        after = jnp.arange(1, self.count, dtype=index.dtype)
         rest = jax.tree.map(lambda x: x[1:], (all_G, all_M))
         return lax.scan(step, jnp.zeros_like(G), (after, *rest, passes[1:]), reverse=True)[0]
 
@@ -130,7 +135,8 @@ class Shards:
     def _all(self, tree: Any) -> Any:
         """[shards, ...] of every shard, in order."""
         in_order = lambda x: x[::-1] if self.reverse else x
-        return jax.tree.map(in_order, _as_one(lambda flat: lax.all_gather(flat, self.axis), tree))
+        # Along an axis of one that is there: JAX gives a new axis the explicit sharding of the one that it comes before.
+        return jax.tree.map(in_order, _as_one(lambda each: lax.all_gather(each[None], self.axis, tiled=True), tree))
 
 
 def axis_size(axis: Any) -> int:
@@ -140,19 +146,25 @@ def axis_size(axis: Any) -> int:
     try:
         return int(lax.axis_size(axis))
     except NameError:
+        there = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        found = f"here these are {', '.join(map(repr, there))}" if there else "there is none here"
         raise ValueError(
-            f"sequence_axis={axis!r} must name a mesh axis that jax.shard_map around this call splits over; there is none "
-            f"here. Call the operation inside jax.shard_map with a mesh that has the axis and time split over it, or leave "
-            f"sequence_axis away where each call has whole sequences."
+            f"sequence_axis={axis!r} must name a mesh axis that jax.shard_map around this call splits over; {found}. Call the "
+            f"operation inside jax.shard_map with a mesh that has the axis and time split over it, or leave sequence_axis away "
+            f"where each call has whole sequences."
         ) from None
 
 
 def _as_one(send: Callable[[Array], Array], tree: Any) -> Any:
-    """One message for all arrays of a pytree; what comes may have one more axis, in front."""
+    """One message for all arrays [b, H, ...] of a pytree; what comes may have one more axis, in front.
+
+    Its first axes are theirs, so that batch and heads stay split where `jax.shard_map` leaves them to the partitioner.
+    """
     leaves, structure = jax.tree.flatten(tree)
-    flat = send(jnp.concatenate([x.ravel() for x in leaves]))
+    sizes = [math.prod(x.shape[2:]) for x in leaves]
+    sent = send(jnp.concatenate([x.reshape(*x.shape[:2], n) for x, n in zip(leaves, sizes, strict=True)], -1))
     parts, start = [], 0
-    for x in leaves:
-        parts.append(flat[..., start : start + x.size].reshape(*flat.shape[:-1], *x.shape))
-        start += x.size
+    for x, n in zip(leaves, sizes, strict=True):
+        parts.append(sent[..., start : start + n].reshape(*sent.shape[:-1], *x.shape[2:]))
+        start += n
     return jax.tree.unflatten(structure, parts)

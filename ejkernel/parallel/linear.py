@@ -1,8 +1,8 @@
 """What a shard of a linear operation makes of the state that comes in: S_out = m S_in n + U, decays m of rows and n of columns.
 
-U, and the adjoint of S_in, are one matrix product each over the shard's tokens, of rows weighted by the decays between them and
-the shard's edge. Logs of decays are only ever added up towards the edge, never subtracted, so strong gates lose no digits and
--inf is a weight of 0.
+U and the adjoint of S_in are one matrix product each over the shard's tokens. Its rows are weighted by the decays between them
+and the shard's edge. Log decays are only ever added up towards the edge, never subtracted, so strong gates lose no digits and
+-inf gives a weight of 0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel._search import how_many_up_to
 from ejkernel.kernels._linear import LinearProblem
 from ejkernel.parallel.sequence import Arrays, Places
 
@@ -28,7 +29,18 @@ class Decays(NamedTuple):
     columns: Array  # [b, H, V | 1]
 
     def times(self, S: Array) -> Array:
-        return self.rows[..., :, None] * S * self.columns[..., None, :]
+        return _finite(self.rows)[..., :, None] * S * _finite(self.columns)[..., None, :]
+
+
+def _finite(x: Array) -> Array:
+    """At most the largest number: gates above 0 may overflow over a shard, and inf times what is 0 would be NaN."""
+    largest = jnp.finfo(x.dtype).max
+    return jnp.clip(x, -largest, largest)
+
+
+def _weighted(x: Array, logs: Array | None) -> Array:
+    """x exp(logs), finite wherever x is a number."""
+    return x if logs is None else _finite(x * _finite(jnp.exp(logs)))
 
 
 class DecayMaps:
@@ -91,7 +103,7 @@ class LinearShard:
             if places is None:
                 steps = jnp.broadcast_to(gamma[:, None], (gamma.shape[0], T, gamma.shape[1]))
             else:
-                owner = jnp.searchsorted(places.local, jnp.arange(T, dtype=places.local.dtype), side="right") - 1
+                owner = how_many_up_to(places.local, jnp.arange(T, dtype=places.local.dtype)) - 1
                 steps = gamma[jnp.clip(owner, 0, gamma.shape[0] - 1)][None]
             rows.append(self._grouped(steps[..., None]))
         columns = self._grouped(arrays["gv"]) if "gv" in arrays else None
@@ -133,9 +145,7 @@ class LinearShard:
     def _product(self, x: Array, y: Array, rows: Array | None, columns: Array | None, tokens: Array | None) -> Array:
         """[B, H, K, V]: the sum over tokens of (x exp(rows))^T (y exp(columns))."""
         B, _, H, K, V = self.problem.shape
-        x, y = self._grouped(x), self._grouped(y)
-        x = x if rows is None else x * jnp.exp(rows)
-        y = y if columns is None else y * jnp.exp(columns)
+        x, y = _weighted(self._grouped(x), rows), _weighted(self._grouped(y), columns)
         if tokens is not None:
             x, y = (jnp.where(tokens[None, :, None, None, None], z, 0) for z in (x, y))
         operand = self._operand()

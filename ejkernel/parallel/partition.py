@@ -1,11 +1,11 @@
 """How a call of foreign kernels splits over a mesh whose axes XLA's partitioner places.
 
-To that partitioner a kernel is opaque: unless told how the call splits it gathers every operand and computes everything
-everywhere. `partitioned` tells it (`jax.experimental.custom_partitioning`): batch and heads may be split, and each device then
-runs the kernels on its part. What is split otherwise is gathered, with a warning.
+The partitioner cannot look into a kernel. Unless it is told how the call splits, it gathers every operand and computes the
+whole call on every device. `partitioned` tells it (`jax.experimental.custom_partitioning`): batch and heads may be split, and
+each device then runs the kernels on its part. Arrays that are split over other axes are gathered, with a warning.
 
-A trace does not see how arrays are split. So all that is asked here about axes is asked when the program is lowered for several
-devices, and only then.
+A trace does not see how arrays are split. So questions about axes are asked only when the program is lowered for several
+devices.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -41,11 +43,14 @@ class Axes:
     Attributes:
         names: of the arguments' leaves, for warnings.
         arguments, results: the roles of their leaves, in order.
+        sums: for each result the roles that it is a sum over, such as the gradient of what all rows of a batch share. None
+            for none at all.
     """
 
     names: tuple[str, ...]
     arguments: tuple[Roles, ...]
     results: tuple[Roles, ...]
+    sums: tuple[Roles, ...] | None = None
 
 
 def partitioned(function: Callable[[Any], Any], args: Any, axes: Callable[[], Axes]) -> Any:
@@ -61,7 +66,8 @@ def partitioned(function: Callable[[Any], Any], args: Any, axes: Callable[[], Ax
     results: list[Any] = []
 
     def flat(*leaves: Any) -> list[Any]:
-        made, structure = jax.tree.flatten(function(jax.tree.unflatten(tree, leaves)))
+        # A program of its own keeps its constants (tables of a kernel's blocks) to itself; `custom_partitioning` takes none.
+        made, structure = jax.tree.flatten(jax.jit(function)(jax.tree.unflatten(tree, leaves)))
         results[:] = structure, tuple(x.shape for x in made)
         return made
 
@@ -69,10 +75,13 @@ def partitioned(function: Callable[[Any], Any], args: Any, axes: Callable[[], Ax
     call = custom_partitioning(flat)
 
     def partition(mesh: Any, arguments: Any, _: Any) -> Any:
-        return mesh, parts.within(flat_part), *split.placed(mesh, arguments)
+        placed = split.placed(mesh, arguments)
 
-    def flat_part(*leaves: Any) -> list[Any]:
-        return jax.tree.leaves(function(jax.tree.unflatten(tree, leaves)))
+        def flat_part(*leaves: Any) -> list[Any]:
+            made = jax.tree.leaves(function(jax.tree.unflatten(tree, leaves)))
+            return [_summed(x, axes) for x, axes in zip(made, placed.sums, strict=True)]
+
+        return mesh, parts.within(flat_part), placed.results, placed.arguments
 
     call.def_partition(partition, infer_sharding_from_operands=split.infer, sharding_rule=split.rule)
     made = call(*parts.bound(leaves))
@@ -103,6 +112,14 @@ def roles_of_results(function: Callable[[Any], Any], args: Any, roles: Sequence[
         return tuple(each[0] if len(each) == 1 else INSIDE for each in grows)
 
     return jax.tree.map(found, once, *grown.values())
+
+
+class _Placed(NamedTuple):
+    """Where the arrays of a device's part lie, and over which mesh axes each of its results is still to be summed."""
+
+    results: list[NamedSharding]
+    arguments: tuple[NamedSharding, ...]
+    sums: list[tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,17 +179,23 @@ class _Split:
         sizes: dict[str, Any] = rests if whole or not rests else {**rests, "b": rows}
         return SdyShardingRule(made[0], made[1], **sizes)
 
-    def placed(self, mesh: Any, args: Sequence[Any]) -> tuple[list[NamedSharding], tuple[NamedSharding, ...]]:
-        """How results and operands lie where each device computes its part."""
+    def placed(self, mesh: Any, args: Sequence[Any]) -> _Placed:
+        """How each device computes its part."""
         given = [_axes_of(x) for x in args]
         split = self.chosen(mesh, given)
         self.warn(given, split)
         place = lambda roles: NamedSharding(mesh, PartitionSpec(*(split.get(role) for role in roles)))
-        return [place(roles) for roles in self.axes.results], tuple(place(roles) for roles in self.axes.arguments)
+        axes = self.axes
+        over = lambda roles: tuple(name for role in roles for name in split.get(role, ()))
+        return _Placed(
+            [place(roles) for roles in axes.results],
+            tuple(place(roles) for roles in axes.arguments),
+            [over(roles) for roles in axes.sums or [()] * len(axes.results)],
+        )
 
     def infer(self, mesh: Any, args: Sequence[Any], _: Any) -> list[NamedSharding]:
         """For XLA's older partitioner."""
-        return self.placed(mesh, args)[0]
+        return self.placed(mesh, args).results
 
     def chosen(self, mesh: Any, given: Sequence[Sequence[tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
         """The mesh axes of each role: those of the largest argument that is split over it, as far as they divide it."""
@@ -200,6 +223,12 @@ class _Split:
                     found.setdefault(role, []).append(name)
         for role, names in found.items():
             _gathered(role, names, self.most.get(role))
+
+
+def _summed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum of all devices' parts, in float32 at least."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return lax.psum(x.astype(wide), axes).astype(x.dtype) if axes else x
 
 
 def _axes_of(x: Any) -> list[tuple[str, ...]]:

@@ -17,12 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel._kept import RECURRENCE_OUTPUT, RECURRENCE_STATES, named
+from ejkernel._meshes import explicit_mesh
+from ejkernel._reverse_only import Refusals, differentiable_once, not_differentiable
 from ejkernel._varying import vary, varying_axes
 from ejkernel.kernels._linear.problem import RecurrenceProblem
 from ejkernel.parallel.exchange import Maps, Shards
 
 Array = jax.Array
 Arrays = dict[str, Array]
+REFUSALS = Refusals(
+    "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) of a call with sequence_axis does not exist: where time "
+    "is split there is reverse mode only. Leave sequence_axis away and gather time, on platform='xla'.",
+    "the gradient of a gradient of a call with sequence_axis does not exist. Leave sequence_axis away and gather time, on "
+    "platform='xla'.",
+)
 
 
 class Places:
@@ -32,25 +41,26 @@ class Places:
         begins, ends: [N] whether a sequence's first, or last, step is in this shard. Empty sequences are the first shard's.
         enters, leaves: the sequence that comes from the shard before, and that goes on in the next.
         entered, left: whether there is one.
-        passes: [shards] whether one sequence fills a shard and more on both sides.
+        passes: [shards] whether one sequence fills the shard and goes on beyond both of its ends.
     """
 
     def __init__(self, shards: Shards, offsets: Array, tokens: int):
         starts, stops = offsets[:-1], offsets[1:]
-        low = lax.axis_index(shards.axis) * tokens
+        place = lax.axis_index(shards.axis).astype(offsets.dtype)
+        low = place * tokens
         high = low + tokens
         empty = starts == stops
         first, last = (stops - 1, starts) if shards.reverse else (starts, stops - 1)
-        holds = lambda token: jnp.where(empty, low == 0, (token >= low) & (token < high))
+        holds = lambda token: jnp.where(empty, place == 0, (token >= low) & (token < high))
         self.begins, self.ends = holds(first), holds(last)
-        edges = jnp.arange(shards.count + 1) * tokens
+        edges = jnp.arange(shards.count + 1, dtype=offsets.dtype) * tokens
         crossing = (starts[None] < edges[:, None]) & (edges[:, None] < stops[None])  # [shards + 1, N]
         through = jnp.any(crossing[:-1] & crossing[1:], 1)
         self.passes = through[::-1] if shards.reverse else through
         before, after = (high, low) if shards.reverse else (low, high)
         self.entered, self.enters = _crossing(starts, stops, before)
         self.left, self.leaves = _crossing(starts, stops, after)
-        position = low + jnp.arange(tokens)
+        position = low + jnp.arange(tokens, dtype=offsets.dtype)
         inside = lambda there, n: there & (position >= starts[n]) & (position < stops[n])
         self.of_entering, self.of_leaving = inside(self.entered, self.enters), inside(self.left, self.leaves)  # [T]
         self.local = jnp.clip(offsets - low, 0, tokens)
@@ -102,8 +112,11 @@ def solve_split(
     arrays = {name: vary(x, axes) for name, x in arrays.items()}
     split = _Split(shards, family, problem.query.shape[1])
     run = jax.custom_vjp(lambda arrays, offsets: split.forward(False, arrays, offsets)[0])
-    run.defvjp(lambda arrays, offsets: split.forward(True, arrays, offsets), lambda kept, d: split.backward(kept, *d))
-    output, final = run(arrays, None if offsets is None else vary(offsets, axes))
+    run.defvjp(
+        lambda arrays, offsets: split.forward(True, not_differentiable(arrays, REFUSALS), offsets),
+        lambda kept, d: split.backward(kept, *not_differentiable(d, REFUSALS)),
+    )
+    output, final = run(differentiable_once(arrays, REFUSALS), None if offsets is None else vary(offsets, axes))
     # Outside of what has a gradient of its own: `jax.shard_map` with and without its checks then hands every shard the whole
     # cotangent of the sum.
     return output, lax.psum(final, shards.axis)
@@ -126,14 +139,21 @@ class _Split:
         U, M, kept = family.summary(arrays, places)
         first = arrays["initial_state"] if places is None else jnp.zeros_like(U)
         S, maps = shards.incoming(family.maps, U, M, _passes(shards, places), first)
+        for_adjoint = family.for_adjoint(kept)
+        if keep:  # before anything is made of it: what a policy keeps is not computed again for what comes later
+            S, M, maps, for_adjoint = named(RECURRENCE_STATES, (S, M, maps, for_adjoint))
         found, pull = family.corrected(kept, S, places), None
         if found is None:
             solve = lambda arrays: family.solve(arrays, None if places is None else places.local)
             given = _from(arrays, S, places)
-            found, pull = jax.vjp(solve, given) if keep else (solve(given), None)
+            # With explicit axes JAX cannot hand on what a gradient starts from: `backward` computes it again.
+            again = not keep or explicit_mesh(*arrays.values()) is not None
+            found, pull = (solve(given), None) if again else jax.vjp(solve, given)
         output, final = found
+        if keep:
+            output, final = named(RECURRENCE_OUTPUT, output), named(RECURRENCE_STATES, final)
         ends = shards.index == shards.count - 1 if places is None else places.ends[:, None, None, None]
-        return (output, jnp.where(ends, final, 0)), (arrays, offsets, S, M, family.for_adjoint(kept), maps, pull)
+        return (output, jnp.where(ends, final, 0)), (arrays, offsets, S, M, for_adjoint, maps, pull)
 
     def backward(self, residuals: Any, doutput: Array, dfinal: Array) -> Any:
         """dfinal: of the whole sequences, the same on all shards."""
@@ -178,7 +198,7 @@ def _from(arrays: Arrays, S: Array, places: Places | None) -> Arrays:
 
 
 def with_state(problem: Any) -> Any:
-    """The problem with its initial state, zeros where none was given, and without what is done to the output afterwards."""
+    """The problem with an initial state, zeros where none was given; scale and rank of the output are left for later."""
     _, _, H, K, V = problem.shape
     state = problem.initial_state
     if state is None:

@@ -59,6 +59,11 @@ def packed() -> Arrays:
     return arrays | {"cu_seqlens": jnp.array([0, 5, 5, T], jnp.int32)}
 
 
+def packed_delta() -> Arrays:
+    arrays = drawn(query=(1, T, HKV, K), key=(1, T, HKV, K), value=(1, T, H, V), beta=(1, T, H), initial_state=(3, H, K, V))
+    return arrays | {"cu_seqlens": jnp.array([0, 5, 5, T], jnp.int32)}
+
+
 def values_and_gradients(call: Callable[..., Any], arrays: Arrays) -> Any:
     floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     outputs, pull = jax.vjp(lambda some: call(**{**arrays, **some}), floats)
@@ -114,19 +119,40 @@ def triton_checks() -> dict[str, Callable[[], None]]:
     steps = drawn(**shapes, beta=(B, CHUNKS, H), g=(B, CHUNKS, H))
 
     def mapped_attention() -> None:
-        """On a machine of several devices, whether or not arrays are split."""
-        some = {name: jnp.stack([x, 0.5 * x]) for name, x in soft.items() if name not in ("bias", "softmax_aux")}
+        """On a machine of several devices, whether or not arrays are split; sinks and scale are each call's own.
+
+        All rows of a call share its bias, whose gradient is a sum over them and over no other call's.
+        """
+        some = {name: jnp.stack([x, 0.5 * x]) for name, x in (soft | shared).items()}
+        some["softmax_scale"] = jnp.array([0.3, 0.2])
         options = {"causal": True, "dtype": None, "return_weights": False}
         of = lambda call: jax.vmap(lambda arrays: call(**arrays, **options)[0])
         loss = lambda call: lambda arrays: jnp.sum(of(call)(arrays) ** 2)
         got, want = (jax.grad(loss(call))(some) for call in (attention, xla_attention))
         assert all(relative_rms(got[name], want[name]) < 1e-5 for name in some)
 
+    def without_jit() -> None:
+        """Each device computes its part without a `jit` around: by types that say how arrays are split, and by `shard_map`."""
+        mesh = jax.make_mesh((4, 2), ("b", "h"), axis_types=(explicit, explicit))
+        placed = {name: jax.device_put(x, NamedSharding(mesh, SPLIT[name])) for name, x in plain.items()}
+        with jax.set_mesh(mesh):
+            got = values_and_gradients(run, placed)
+        specs = {name: SPLIT[name] for name in plain}
+        by_hand = jax.shard_map(
+            lambda arrays: run(**arrays), mesh=mesh, in_specs=(specs,), out_specs=(SPLIT["query"], SPLIT["initial_state"])
+        )
+        want = jax.jit(functools.partial(values_and_gradients, run))(plain)
+        got, want = (got, by_hand(placed)), (want, want[0])
+        errors = jax.tree.map(lambda x, y: relative_rms(np.asarray(x), np.asarray(y)), got, want)
+        assert all(error < 1e-5 for error in jax.tree.leaves(errors)), errors
+
     def delta_in_segments() -> None:
         with mock.patch.object(_platform, "delta_plan", in_segments):
             split(rule, steps, SPLIT, {})
 
     soft = drawn(query=(B, T, H, K), key=(B, T, HKV, K), value=(B, T, HKV, V), bias=(B, H, T, T), softmax_aux=(H, 1))
+    shared = {"bias": soft["bias"][:1]}  # its gradient is a sum over the batch, as that of the sinks is
+    one_bias = {name: x for name, x in (soft | shared).items() if name != "softmax_aux"}
     run = functools.partial(recurrent, cfg=RecurrentAttentionConfig(block_q=16))
     rule = functools.partial(gated_delta_rule, cfg=GatedDeltaRuleConfig(block_q=16))
     named = lambda call: lambda **arrays: jax.vmap(lambda some: call(**some))(arrays)
@@ -148,7 +174,9 @@ def triton_checks() -> dict[str, Callable[[], None]]:
         "query-alone": lambda: split(run, plain, {"query": TOKENS}, {"all-gather": 2}),  # gradients of what is whole
         "packed": lambda: split(run, packed(), HEADS, {}),
         "delta": delta_in_segments,
+        "delta-packed": lambda: split(rule, packed_delta(), HEADS, {}),
         "attention": lambda: split(attend, soft, SPLIT, {"all-reduce": 1}),  # as on xla: the gradient of the sinks
+        "attention-shared-bias": lambda: split(attend, one_bias, SPLIT | {"bias": P(None, "h")}, {"all-reduce": 1}),
         "attention-vmap": mapped_attention,
         "vmap": lambda: split(named(run), mapped, dict.fromkeys(mapped, P("b", None, None, "h")), {}),
         "time": lambda: split(run, plain, over_time, {"all-gather": 3}, warns=TIME, output=P(None, None, "h")),
@@ -156,6 +184,9 @@ def triton_checks() -> dict[str, Callable[[], None]]:
             run, one_group, {"query": TOKENS}, {"all-gather": 3}, warns=GROUPS, sizes=(2, 4), output=TOKENS
         ),
         "explicit": lambda: split(run, linear(gk=(B, T, H, K)), SPLIT, {}, explicit),
+        "explicit-without-jit": without_jit,
+        "explicit-delta": lambda: split(rule, delta(g=(B, T, H)), SPLIT, {}, explicit),
+        "explicit-packed": lambda: split(run, packed(), HEADS, {}, explicit),
         "explicit-attention": lambda: split(attend, soft, SPLIT, {"all-reduce": 1}, explicit),
         "explicit-query-alone": lambda: split(run, plain, {"query": TOKENS}, {"all-gather": 6}, explicit),
     }
@@ -175,9 +206,9 @@ def xla_checks() -> dict[str, Callable[[], None]]:
 
 
 NAMES = (
-    "head-gate", "gates-per-channel", "query-alone", "packed", "delta", "attention", "attention-vmap", "vmap", "time",
-    "part-of-a-group", "explicit", "explicit-query-alone", "explicit-attention", "xla-head-gate", "xla-delta",
-    "xla-attention-blockwise",
+    "head-gate", "gates-per-channel", "query-alone", "packed", "delta", "delta-packed", "attention", "attention-shared-bias",
+    "attention-vmap", "vmap", "time", "part-of-a-group", "explicit", "explicit-query-alone", "explicit-delta",
+    "explicit-packed", "explicit-without-jit", "explicit-attention", "xla-head-gate", "xla-delta", "xla-attention-blockwise",
 )  # fmt: skip
 
 

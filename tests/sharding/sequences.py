@@ -41,7 +41,7 @@ FLOATS = {"float32": 1e-5, "bfloat16": 6e-4}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call. `mesh`: devices over batch, time and heads."""
+    """One call. `mesh`: devices over batch, time and heads. `weak`: gates that forget little over all tokens."""
 
     operation: str
     gates: tuple[str, ...] = ()
@@ -54,6 +54,8 @@ class Case:
     check: bool = True
     platform: str = "xla"
     dtype: str = "float32"
+    tokens: int = TOKENS
+    weak: bool = False
 
     @property
     def delta(self) -> bool:
@@ -61,21 +63,21 @@ class Case:
 
     def arrays(self) -> Arrays:
         rng = np.random.default_rng(3)
-        B, N = (1, len(self.lengths)) if self.lengths else (2, 2)
+        (B, N), T = (1, len(self.lengths)) if self.lengths else (2, 2), self.tokens
         heads = (HKV, HKV, H) if self.delta else (H, HKV, HKV)
         shapes: dict[str, tuple[int, ...]] = {
-            "query": (B, TOKENS, heads[0], K), "key": (B, TOKENS, heads[1], K), "value": (B, TOKENS, heads[2], V),
+            "query": (B, T, heads[0], K), "key": (B, T, heads[1], K), "value": (B, T, heads[2], V),
         }  # fmt: skip
-        gates = {"g": (B, TOKENS, H), "g4": (B, TOKENS, H, K), "gk": (B, TOKENS, H if self.delta else HKV, K),
-            "gv": (B, TOKENS, H, V), "g_gamma": (N, H)}  # fmt: skip
-        shapes |= {"beta": (B, TOKENS, H)} if self.delta else {}
+        gates = {"g": (B, T, H), "g4": (B, T, H, K), "gk": (B, T, H if self.delta else HKV, K), "gv": (B, T, H, V)}
+        gates["g_gamma"] = (N, H)
+        shapes |= {"beta": (B, T, H)} if self.delta else {}
         shapes |= {name: gates[name] for name in self.gates}
         shapes |= {"initial_state": (N, H, K, V)} if self.state else {}
         made: Arrays = {}
         for name, shape in shapes.items():
             x = rng.normal(size=shape)
             if name in gates:
-                x = -np.abs(x) / 3
+                x = -np.abs(x) / (300 if self.weak else 3)
                 if self.resets and name != "g_gamma":  # at a shard's edge, before one, and a whole shard
                     x[:, [5, 9]], x[:, 20:25] = -np.inf, -1e4
             if name == "beta":
@@ -90,7 +92,7 @@ class Case:
         """The operation with this case's options, `(output, final state)` of arrays by name."""
         kind = GatedDeltaRuleConfig if self.delta else RecurrentAttentionConfig
         exchange = self.exchange if "sequence_axis" in options else None
-        cfg = kind(block_q=16 if self.platform == "triton" else 4, platform=self.platform, exchange=exchange)
+        cfg = kind(block_q=4 if self.platform == "xla" else 16, platform=self.platform, exchange=exchange)
         operations: dict[str, Any] = {
             "recurrent": recurrent_attention, "gla": gla_attention, "delta": gated_delta_rule,
             "lightning": functools.partial(lightning_attention, layer_idx=1, num_layers=4),
@@ -184,12 +186,37 @@ def spoiled(case: Case) -> None:
         np.testing.assert_array_equal(grads[name][0, others], want_grads[name][0, others])
 
 
+def amplified(case: Case) -> None:
+    """Gates above 0 that overflow over a shard: nothing stays nothing, in outputs and gradients, as in the whole call."""
+    arrays = {**case.arrays(), "g": jnp.full((2, case.tokens, H), 1.5)}
+    arrays["key"] = arrays["key"].at[:, :-20].set(0)  # the state is 0 up to the last tokens
+    run, _ = case.split()
+    whole = case.call()
+    calls = run, lambda arrays: whole(**arrays)
+    outputs = [jax.jit(call)(arrays)[0] for call in calls]
+    first = lambda call: lambda q, k: jnp.sum(call({**arrays, "query": q, "key": k})[0][:, :20])
+    slopes = [jax.jit(jax.grad(first(call), (0, 1)))(arrays["query"], arrays["key"]) for call in calls]
+    for got, want in zip(jax.tree.leaves((outputs[0], slopes[0])), jax.tree.leaves((outputs[1], slopes[1])), strict=True):
+        assert np.isfinite(want).all()
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-30)
+
+
+def without_tokens() -> None:
+    """Packed sequences that are all empty keep their states, and their gradients, however many shards there are."""
+    case = Case("recurrent", ("gk",), lengths=(0, 0), tokens=0)
+    arrays, (run, _) = case.arrays(), case.split()
+    (_, final), gradients = jax.jit(functools.partial(values_and_gradients, run))(arrays)
+    np.testing.assert_array_equal(final, arrays["initial_state"])
+    np.testing.assert_allclose(gradients["initial_state"], jnp.sin(final), rtol=1e-6)
+
+
 def checks() -> dict[str, Callable[[], None]]:
     made = {name: functools.partial(equal, case, SENT.get(name)) for name, case in (XLA | TRITON).items()}
     for name, kind in (("linear", "gather"), ("delta", "steps")):
         case = Case("recurrent" if name == "linear" else "delta", ("g",), lengths=LENGTHS, exchange=kind)
         made[f"spoiled-{name}"] = functools.partial(spoiled, case)
-    return made
+    case = Case("recurrent", ("g",), state=False, mesh=(1, 4, 1), tokens=400)
+    return made | {"no-tokens": without_tokens, "amplified": functools.partial(amplified, case)}
 
 
 def main() -> None:
