@@ -136,5 +136,6 @@ def test_the_choice_is_the_heuristics_and_no_other_platform_takes_the_call():
     }
     for algorithm, problem in problems.items():
         for entry in kernel_registry.list_implementations(algorithm):
-            reason = kernel_registry.refusal(entry, problem, Backend.GPU)
+            own = Backend.TPU if entry.backend is Backend.TPU else Backend.GPU
+            reason = kernel_registry.refusal(entry, problem, own)
             assert (reason is None) if entry.platform is Platform.XLA else ("know all sizes" in reason), (entry, reason)

@@ -25,7 +25,7 @@ from ejkernel.cli._operations import (
     shape_of,
     words,
 )
-from ejkernel.cli._screen import INTERRUPTED, fail, json_text, print_json, progress, screen, side, wrong_use
+from ejkernel.cli._screen import INTERRUPTED, fail, json_text, print_json, progress, screen, side, tell, wrong_use
 from ejkernel.testing.record import Sizes, find, records
 from ejkernel.testing.timing import DIRECTIONS
 
@@ -110,7 +110,7 @@ def bench(
         _bench_tables.show(screen(), measured, _headline(about), about["operations_per_second"], summary)
         for what, file in (("JSON", save), ("picture", drawn)):
             if file is not None:
-                screen().print(f"{what}: {file}", soft_wrap=True)
+                tell(screen(), f"{what}: {file}")
     if interrupted:
         side().print("interrupted: not everything was measured")
         raise typer.Exit(INTERRUPTED)

@@ -21,7 +21,7 @@ from ejkernel.cli._entries import (
     stored_entries,
 )
 from ejkernel.cli._operations import name_of, words
-from ejkernel.cli._screen import count, duration, fail, interactive, print_json, ratio, screen, table, wrong_use
+from ejkernel.cli._screen import count, duration, fail, interactive, print_json, ratio, screen, table, tell, wrong_use
 from ejkernel.ops.config import exchange
 from ejkernel.ops.config.persistent import (
     VARIABLE,
@@ -75,9 +75,10 @@ def list_(
     broken = sum(entry.unreadable is not None for entry in shown)
     more = f", {broken} of them unreadable" if broken else ""
     more += f", {hidden} for other devices or versions (--all lists them)" if hidden else ""
-    console.print(f"{origin}: {count(len(shown), 'choice' if recorded else 'tuned call')}{more}", soft_wrap=True)
+    tell(console, f"{origin}: {count(len(shown), 'choice' if recorded else 'tuned call')}{more}")
     if not entries and recorded is None:
-        console.print("Tune some with `ejkernel tune --op gla_attention --shapes 2x2048x4x64x64:g4`.")
+        example = records()[0]
+        console.print(f"Tune some with `ejkernel tune --op {example.name} --shapes {example.usual_shapes('cpu')[0]}`.")
 
 
 @app.command()
@@ -111,9 +112,7 @@ def show(
     for entry in chosen:
         _describe(screen(), entry)
     if not chosen:
-        screen().print(
-            f"nothing to show in {recorded or folder}; `ejkernel cache list --all` lists everything.", soft_wrap=True
-        )
+        tell(screen(), f"nothing to show in {recorded or folder}; `ejkernel cache list --all` lists everything.")
 
 
 @app.command("export")
@@ -149,7 +148,7 @@ def export(
     if as_json:
         print_json({"file": str(file), "exported": number})
     else:
-        screen().print(f"{count(number, 'tuned call')} written to {file}", soft_wrap=True)
+        tell(screen(), f"{count(number, 'tuned call')} written to {file}")
 
 
 @app.command("import")
@@ -176,7 +175,7 @@ def import_(
         print_json({"folder": str(folder), "offered": offered, "imported": taken})
     else:
         kept = f"; {offered - taken} were there already, as new or newer" if offered > taken else ""
-        screen().print(f"{count(taken, 'tuned call')} added to {folder}{kept}", soft_wrap=True)
+        tell(screen(), f"{count(taken, 'tuned call')} added to {folder}{kept}")
 
 
 @app.command()
@@ -216,7 +215,7 @@ def clear(
     if as_json:
         print_json({"folder": str(folder), "removed": [entry.id for entry in chosen]})
     else:
-        screen().print(f"{count(len(chosen), 'tuned call')} removed from {folder}", soft_wrap=True)
+        tell(screen(), f"{count(len(chosen), 'tuned call')} removed from {folder}")
 
 
 def _folder(cache_dir: Path | None) -> Path:

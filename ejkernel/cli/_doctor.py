@@ -6,6 +6,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
+from collections.abc import Iterable
 from typing import Any
 
 import typer
@@ -14,9 +16,12 @@ from rich.text import Text
 from ejkernel._version import __version__
 from ejkernel.cli import _options
 from ejkernel.cli._screen import count, print_json, screen, table
+from ejkernel.kernels._registry import NOT_WRITTEN, kernel_registry
 from ejkernel.testing.record import find, records
 
-LIBRARIES = ("jax", "jaxlib", "numpy", "triton", "torch", "flash-linear-attention", "matplotlib")
+INSTALL = 'pip install ".[cuda13]" in the checkout'
+USED = ("jax", "jaxlib", "numpy", "triton", "matplotlib")
+LIBRARIES = (*USED, "torch")  # only `bench` looks for torch, and for the rivals' libraries, which come from their records
 
 
 def doctor(as_json: _options.Json = False) -> None:
@@ -37,14 +42,26 @@ def doctor(as_json: _options.Json = False) -> None:
     raise typer.Exit(1 if found["problems"] else 0)
 
 
+NOT_RUN = (
+    "The kernels of pallas are compiled for TPU v4 to 7x and verified interpreted; they have not yet been run on a TPU. "
+    "`ejkernel verify --platform pallas` runs them here: please send its output with an issue, right or wrong."
+)
+
+
 def examine() -> dict[str, Any]:
     """Everything that the command shows."""
-    found: dict[str, Any] = {"versions": _versions(), "device": _device(), "problems": []}
+    found: dict[str, Any] = {"versions": _versions(LIBRARIES), "device": _device(), "problems": [], "notes": []}
     if "error" in found["device"]:
         found["problems"].append(f"JAX cannot use its device: {found['device']['error']}")
-        found |= {"operations": {}, "cache": _cache(), "policy": {}}
+        found |= {"operations": {}, "order": {}, "remedies": _remedies(found), "cache": _cache(), "policy": {}}
         return found
     found["operations"] = _operations()
+    rivals = (make(record).library for record in records() for make in record.rivals.values())
+    found["versions"] |= _versions(dict.fromkeys(filter(None, rivals)))
+    if found["device"]["backend"] == "tpu":
+        found["notes"].append(NOT_RUN)
+    found["order"] = {name: _order(name, platforms) for name, platforms in found["operations"].items()}
+    found["remedies"] = _remedies(found)
     for name, platforms in found["operations"].items():
         if all(reason is not None for reason in platforms.values()):
             found["problems"].append(f"{name} runs on no platform here")
@@ -55,9 +72,9 @@ def examine() -> dict[str, Any]:
     return found
 
 
-def _versions() -> dict[str, str | None]:
+def _versions(libraries: Iterable[str]) -> dict[str, str | None]:
     versions: dict[str, str | None] = {"ejkernel": __version__, "python": platform.python_version()}
-    for name in LIBRARIES:
+    for name in libraries:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -86,12 +103,36 @@ def _device() -> dict[str, Any]:
 
 
 def _operations() -> dict[str, dict[str, str | None]]:
-    from ejkernel.kernels._registry import kernel_registry
-
     found = {op.name: op.registry.status(op.op_id) for op in records()}
     others = [name for name in kernel_registry.list_algorithms() if find(name) is None]
     found |= {name: kernel_registry.status(name) for name in others}
-    return {name: {str(where): reason for where, reason in status.items()} for name, status in found.items()}
+    return {
+        name: {str(where): reason for where, reason in status.items() if reason != NOT_WRITTEN}
+        for name, status in found.items()
+    }
+
+
+def _order(name: str, platforms: dict[str, str | None]) -> list[str]:
+    """The platforms that a call is offered to here, in this order: the first that covers it takes it."""
+    record = find(name)
+    registry, op_id = (kernel_registry, name) if record is None else (record.registry, record.op_id)
+    entries = registry.list_implementations(op_id)
+    return list(dict.fromkeys(str(entry.platform) for entry in entries if platforms.get(str(entry.platform), "") is None))
+
+
+def _remedies(found: dict[str, Any]) -> list[str]:
+    """What to do so that more runs here, as far as this machine shows."""
+    remedies = []
+    if found["device"].get("backend", "cpu") == "cpu" and _has_nvidia_gpu():
+        remedies.append(f"this machine has an NVIDIA GPU that JAX does not use: {INSTALL}")
+    if found["device"].get("backend") == "gpu" and found["versions"]["triton"] is None:
+        meant = [name for name, platforms in found["operations"].items() if "triton" in platforms]
+        remedies.append(f"there is no Triton, so its kernels take no call of {', '.join(meant)}: {INSTALL}")
+    return remedies
+
+
+def _has_nvidia_gpu() -> bool:
+    return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
 
 
 def _cache() -> dict[str, Any]:
@@ -133,17 +174,40 @@ def _policy() -> dict[str, Any]:
 def _show(found: dict[str, Any]) -> None:
     console = screen()
     _facts(console, found)
-    matrix = table(["!operation", "!platform", "!here", "why not"])
-    for name, platforms in found["operations"].items():
-        for number, (where, reason) in enumerate(platforms.items()):
-            here = Text("yes", "green") if reason is None else Text("no", "yellow")
-            matrix.add_row(name if number == 0 else "", where, here, reason or "")
     if found["operations"]:
-        console.print(matrix)
+        console.print(_matrix(found))
+    _reasons(console, found)
+    for remedy in found["remedies"]:
+        console.print(Text.assemble(("to do: ", "bold yellow"), remedy))
+    for note in found["notes"]:
+        console.print(Text.assemble(("note: ", "bold"), note))
     for problem in found["problems"]:
         console.print(Text.assemble(("problem: ", "bold red"), problem))
     if not found["problems"]:
         console.print("Every operation runs here. `ejkernel verify` checks that it is right.")
+
+
+def _matrix(found: dict[str, Any]) -> Any:
+    """One line for each operation: who takes its calls here, and who does not run here."""
+    matrix = table(["!operation", "!a call runs on", "not here"])
+    for name, platforms in found["operations"].items():
+        first, *rest = found["order"][name] or ["nothing"]
+        taken = Text(first, "green" if found["order"][name] else "bold red").append(
+            "".join(f", else {where}" for where in rest)
+        )
+        matrix.add_row(name, taken, ", ".join(where for where, reason in platforms.items() if reason is not None) or "-")
+    return matrix
+
+
+def _reasons(console: Any, found: dict[str, Any]) -> None:
+    """Why the others do not run here, each reason once."""
+    why: dict[str, list[str]] = {}
+    for platforms in found["operations"].values():
+        for where, reason in platforms.items():
+            if reason is not None and where not in why.setdefault(reason, []):
+                why[reason].append(where)
+    for reason, platforms in why.items():
+        console.print(Text(f"{', '.join(platforms)}: {reason}"))
 
 
 def _facts(console: Any, found: dict[str, Any]) -> None:
@@ -155,7 +219,10 @@ def _facts(console: Any, found: dict[str, Any]) -> None:
         facts.add_row("device", f"{device['kind']} ({device['backend']}), {device['count']} here{memory}")
     versions = found["versions"]
     facts.add_row("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
-    facts.add_row("not installed", ", ".join(name for name, version in versions.items() if version is None) or "-")
+    absent = [name for name, version in versions.items() if version is None]
+    compared = [name for name in absent if name not in USED]
+    parts = [", ".join(name for name in absent if name in USED), f"{', '.join(compared)} (for bench)" if compared else ""]
+    facts.add_row("not installed", "; ".join(filter(None, parts)) or "-")
     state = "" if cache["writable"] else ", CANNOT BE WRITTEN TO: nothing tuned will be kept"
     facts.add_row("cache", f"{cache['folder'] or cache['error']} (from {cache['from']}){state}")
     unreadable = f", {cache['unreadable']} unreadable" if cache["unreadable"] else ""

@@ -15,6 +15,7 @@ from typing import Any
 from ejkernel._device import default_device
 from ejkernel.cli._operations import name_of
 from ejkernel.cli._screen import fail, wrong_use
+from ejkernel.ops.config.codec import in_words
 from ejkernel.ops.config.persistent import VARIABLE, PersistentCache
 from ejkernel.ops.config.shipped import FOLDER, device_name, read, relatives
 from ejkernel.ops.config.validity import wrong_key, wrong_record
@@ -102,9 +103,7 @@ class Entry:
         """The configuration in a few words, `xla chunked block_q=64`; fields that say nothing are left out."""
         if self.unreadable:
             return self.unreadable
-        said = {name: value for name, value in self.fields.items() if value not in (None, "any", "auto")}
-        ordered = sorted(said.items(), key=lambda item: (not isinstance(item[1], str), item[0] != "platform"))
-        return " ".join(value if isinstance(value, str) else f"{name}={value}" for name, value in ordered)
+        return in_words(self.fields)
 
     def as_json(self) -> dict[str, Any]:
         """Everything that is known."""

@@ -6,10 +6,11 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from ejkernel._elsewhere import UNTUNED, hint_for
 from ejkernel.cli._screen import wrong_use
 from ejkernel.kernels._registry import Platform
 from ejkernel.testing.record import Record, find, records
-from ejkernel.testing.shapes import DTYPES
+from ejkernel.testing.shapes import DTYPES, dtype_hint, gate_hint
 
 Operation = Record[Any]
 
@@ -30,8 +31,15 @@ def chosen_operations(values: Sequence[str] | None) -> list[Operation]:
     named = words(values)
     unknown = [word for word in named if find(word) is None]
     if unknown:
-        wrong_use(f"--op must be one of {legal_operations()}; got {', '.join(map(repr, unknown))}.")
+        hints = "".join(f" {_operation_hint(word)}" for word in unknown if _operation_hint(word))
+        wrong_use(f"--op must be one of {legal_operations()}; got {', '.join(map(repr, unknown))}.{hints}")
     return [op for op in records() if not named or any(map(op.answers_to, named))]
+
+
+def _operation_hint(word: str) -> str:
+    """A word on a name that is no operation of the command's; empty where there is none to say."""
+    meant = UNTUNED.get(word) or hint_for(word)
+    return f"{word}: {meant}." if meant else ""
 
 
 def legal_operations() -> str:
@@ -58,7 +66,7 @@ def chosen_dtypes(values: Sequence[str] | None, legal: Sequence[str] = DTYPES) -
     named = words(values)
     unknown = [word for word in named if word not in legal]
     if unknown:
-        wrong_use(f"--dtype must be one of {', '.join(legal)}; got {', '.join(map(repr, unknown))}.")
+        wrong_use(f"--dtype must be one of {', '.join(legal)}; got {', '.join(map(repr, unknown))}.{dtype_hint(unknown)}")
     return named
 
 
@@ -71,7 +79,7 @@ def chosen_gates(text: str | None, operations: Sequence[Operation]) -> tuple[str
     named = () if text == "none" else tuple(part for word in words([text]) for part in word.split("+"))
     unknown = [word for word in named if word not in legal]
     if unknown:
-        wrong_use(f"--gates must be of {', '.join(legal)}, or none; got {', '.join(map(repr, unknown))}.")
+        wrong_use(f"--gates must be of {', '.join(legal)}, or none; got {', '.join(map(repr, unknown))}.{gate_hint(unknown)}")
     return named
 
 

@@ -28,7 +28,7 @@ Gates = Annotated[
     typer.Option(
         "--gates",
         metavar="LIST",
-        help="For shapes that name none: g, g4 (g per key channel), g_gamma, gk, gv joined by +, or none.",
+        help="For shapes that name none: g (per head), gk (per key channel), gv, g_gamma joined by +, or none.",
     ),
 ]
 Dtype = Annotated[

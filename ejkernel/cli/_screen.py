@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -55,8 +56,36 @@ def _finite(content: Any) -> Any:
 
 def fail(message: str, code: int = 1) -> NoReturn:
     """Says what went wrong and what to do on standard error, and exits."""
-    side().print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    tell(side(), message, "error: ", "bold red")
     raise typer.Exit(code)
+
+
+def tell(console: Console, message: str, label: str = "", style: str = "") -> None:
+    """A message after a label in that style: in one line where the output is no terminal, so that programs can read it."""
+    text = label + message
+    shown = Text(filled(text, console.width) if console.is_terminal else text)
+    shown.stylize(style, 0, len(label))
+    console.print(shown, soft_wrap=True)
+
+
+def filled(text: str, width: int) -> str:
+    """The text in lines that end between words. Paths and what stands between backticks stay whole, to be copied.
+
+    >>> filled("tune it with `ejkernel tune --all` first", 24).splitlines()
+    ['tune it with', '`ejkernel tune --all`', 'first']
+    """
+    lines: list[str] = []
+    for given in text.split("\n"):
+        line = given[: len(given) - len(given.lstrip())]  # what is indented stays so
+        words = re.findall(r"(?:`[^`]*`|\S)+", given)
+        for i, word in enumerate(words):
+            if i and len(line) + 1 + len(word) > width:
+                lines.append(line)
+                line = word
+            else:
+                line += f" {word}" if i else word
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def wrong_use(message: str) -> NoReturn:
@@ -83,14 +112,19 @@ def table(columns: Sequence[str], title: str | None = None) -> Table:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
+def progress(what: str, total: int, remaining: bool = False) -> Iterator[Callable[..., None]]:
     """A bar on standard error where that is a terminal; gives a function `step(text, done=1, share=0)`.
 
     `share` of the step that comes next moves the bar, and is forgotten with the next call.
+
+    Args:
+        remaining: show the time that is probably left instead of that which has gone by.
     """
     console = side()
-    columns = (TextColumn("{task.description}"), BarColumn(_BAR), MofNCompleteColumn(), TimeElapsedColumn())
-    room = max(12, console.width - _BAR - 2 * len(str(total)) - len("/ 0:00:00  ") - 1)
+    clock = TimeRemainingColumn() if remaining else TimeElapsedColumn()
+    columns = [TextColumn("{task.description}"), BarColumn(_BAR), MofNCompleteColumn(), clock]
+    columns += [TextColumn("left")] if remaining else []
+    room = max(12, console.width - _BAR - 2 * len(str(total)) - len("/ 0:00:00  ") - 1 - len(" left") * remaining)
     finished = 0
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
@@ -115,6 +149,17 @@ def duration(seconds: float | None) -> str:
         if seconds >= size:
             return f"{_three(seconds / size)} {unit}"
     return f"{_three(seconds / 1e-6)} us"
+
+
+def duration_in_words(seconds: float) -> str:
+    """A long time, roughly.
+
+    >>> [duration_in_words(s) for s in (5, 90, 1500, 9000)]
+    ['5 s', '90 s', '25 minutes', '2.5 hours']
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
 def ratio(value: float | None) -> str:
@@ -154,7 +199,7 @@ def show_warnings() -> None:
     """Warnings from now on in one line each on standard error, without the source line that gave them."""
 
     def show(message: Any, category: type[Warning], *_: Any, **__: Any) -> None:
-        side().print(Text.assemble(("warning: ", "bold yellow"), str(message)), soft_wrap=True)
+        tell(side(), str(message), "warning: ", "bold yellow")
 
     warnings.showwarning = show
 

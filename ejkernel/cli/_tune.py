@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from ejkernel._device import backend_of, default_device
 from ejkernel.cli import _options
 from ejkernel.cli._entries import Entry, check_writable
 from ejkernel.cli._measure import invocations
@@ -25,7 +26,21 @@ from ejkernel.cli._operations import (
     shape_of,
     words,
 )
-from ejkernel.cli._screen import INTERRUPTED, duration, fail, print_json, progress, ratio, screen, side, table, wrong_use
+from ejkernel.cli._screen import (
+    INTERRUPTED,
+    count,
+    duration,
+    duration_in_words,
+    fail,
+    print_json,
+    progress,
+    ratio,
+    screen,
+    side,
+    table,
+    tell,
+    wrong_use,
+)
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.codec import to_fields
 from ejkernel.ops.config.persistent import PersistentCache, cache_folder
@@ -34,6 +49,8 @@ from ejkernel.ops.config.selection import Choice, ConfigSelectorChain, Level
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.tuner import Tuner
 from ejkernel.testing.record import find
+
+UNFINISHED = "time ran out before anything beside the heuristic was timed; give more --max-seconds"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +65,8 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """A job with what became of it: "tuned", "known" (measured before), "failed" or "skipped"."""
+    """A job with what became of it: "tuned", "known" (measured before), "unfinished" (nothing but the heuristic was timed, and
+    nothing is stored), "failed" or "skipped"."""
 
     job: Job
     status: str
@@ -61,6 +79,11 @@ class Done:
         if self.choice is None or self.job.invocation is None:
             return None
         return Entry(self.job.invocation.key, str(self.choice.level), to_fields(self.choice.config), self.choice.record, True)
+
+    def stored(self, folder: Path) -> bool:
+        """Whether the result lies in the cache now."""
+        inv = self.job.invocation
+        return inv is not None and PersistentCache(inv.kernel.op_id, folder).file(inv.key).is_file()
 
 
 def tune(
@@ -85,11 +108,13 @@ def tune(
 
     Every result is stored as soon as it is there: Ctrl-C loses nothing but the call being measured, and the same command goes
     on where it stopped. What was measured before is not measured again without --force. Lengths T share a result with all
-    lengths up to the same power of two. Exits with 1 when a call could not be tuned, 130 when interrupted.
+    lengths up to the same power of two. Without --shapes, --file or --recorded it takes the shapes that `bench` measures.
+    Exits with 1 when a call could not be tuned, 130 when interrupted.
 
     \b
     Examples:
-      ejkernel tune --op gla_attention --shapes 2x2048x4x64x64:g4
+      ejkernel tune --op gla_attention
+      ejkernel tune --op gla_attention --shapes 2x2048x4x64x64:gk
       ejkernel tune --op gla_attention --dtype bfloat16 --shapes 8x4096x16x128
       ejkernel tune --file shapes.txt
       ejkernel tune --recorded run.json
@@ -104,16 +129,16 @@ def tune(
         tuner=tuner,
         persistent=lambda op_id, config_cls=None: PersistentCache(op_id, folder, config_cls),
     )
-    done, interrupted = _run(jobs, chain, tuner, force)
+    done, interrupted = _run(jobs, chain, tuner, force, folder)
     if as_json:
         print_json(_as_json(done, jobs, folder, interrupted))
     else:
         _show(done, folder)
     if interrupted:
         left = len(jobs) - len(done)
-        side().print(f"interrupted: {left} of {len(jobs)} calls left. The same command goes on from here.", soft_wrap=True)
+        tell(side(), f"interrupted: {left} of {len(jobs)} calls left. The same command goes on from here.")
         raise typer.Exit(INTERRUPTED)
-    raise typer.Exit(1 if any(one.status in ("failed", "skipped") for one in done) else 0)
+    raise typer.Exit(1 if any(one.status in ("failed", "skipped", "unfinished") for one in done) else 0)
 
 
 def _tuner(iters: int, max_seconds: float) -> Tuner:
@@ -153,8 +178,9 @@ def _jobs(
         jobs += _from_file(file, named, kind, where)
     if recorded is not None:
         jobs += _from_record(recorded, [one.op_id for one in operations] if words(op) else None)
-    if not jobs and recorded is None:
-        wrong_use("nothing to tune: give --op with --shapes, --file or --recorded.")
+    if not words(shapes) and file is None and recorded is None:
+        backend = backend_of(default_device())
+        jobs += [job for one in operations for text in one.usual_shapes(backend) for job in _job(one, text, named, kind, where)]
     return list({(job.label, job.reason) if job.invocation is None else job.invocation.key: job for job in jobs}.values())
 
 
@@ -212,29 +238,34 @@ def _from_record(file: Path, op_ids: Sequence[str] | None) -> list[Job]:
     return jobs
 
 
-def _run(jobs: Sequence[Job], chain: ConfigSelectorChain, tuner: Tuner, force: bool) -> tuple[list[Done], bool]:
+def _run(jobs: Sequence[Job], chain: ConfigSelectorChain, tuner: Tuner, force: bool, folder: Path) -> tuple[list[Done], bool]:
     """Everything that was done, and whether it was interrupted before the end."""
     done: list[Done] = []
-    with progress("tuning:", len(jobs)) as step:
+    longest = duration_in_words(len(jobs) * tuner.max_seconds)
+    tell(side(), f"{count(len(jobs), 'call')}, each at most {tuner.max_seconds:g} s: {longest} at most")
+    with progress("tuning:", len(jobs), remaining=True) as step:
         for job in jobs:
             label = f"{name_of(job.op_id)} {job.label}"
             step(label, 0)
             tuner.progress = lambda share, what, label=label: step(f"{what}, {label}", 0, share)
             try:
-                done.append(_tuned(job, chain, force))
+                done.append(_tuned(job, chain, force, folder))
             except KeyboardInterrupt:
                 return done, True
             step(label)
     return done, False
 
 
-def _tuned(job: Job, chain: ConfigSelectorChain, force: bool) -> Done:
+def _tuned(job: Job, chain: ConfigSelectorChain, force: bool, folder: Path) -> Done:
     if job.invocation is None:
         return Done(job, "skipped", reason=job.reason)
     choice = chain.tune(job.invocation, again=force)
     if choice.level is Level.HEURISTICS:
         return Done(job, "failed", choice, str(choice.record.get("failed", "it could not be measured")))
-    return Done(job, "tuned" if choice.level is Level.AUTOTUNE else "known", choice)
+    done = Done(job, "tuned" if choice.level is Level.AUTOTUNE else "known", choice)
+    if done.status == "tuned" and not done.stored(folder):
+        return dataclasses.replace(done, status="unfinished", reason=UNFINISHED)
+    return done
 
 
 def _as_json(done: Sequence[Done], jobs: Sequence[Job], folder: Path, interrupted: bool) -> dict[str, Any]:
@@ -259,7 +290,7 @@ def _as_json(done: Sequence[Done], jobs: Sequence[Job], folder: Path, interrupte
 def _show(done: Sequence[Done], folder: Path) -> None:
     console = screen()
     made = table(["!operation", "shape", "!result", "configuration", "!>time, gain"])
-    styles = {"tuned": "green", "known": "", "failed": "bold red", "skipped": "yellow"}
+    styles = {"tuned": "green", "known": "", "unfinished": "yellow", "failed": "bold red", "skipped": "yellow"}
     for one in done:
         entry, sizes = one.entry, one.job.label.replace(" ", "\n", 1)
         status = Text(one.status, styles[one.status])
@@ -271,4 +302,11 @@ def _show(done: Sequence[Done], folder: Path) -> None:
     if done:
         console.print(made)
         console.print("gain: the untuned configuration's time over this one's; known: measured before (--force measures again)")
-    console.print(f"stored in {folder}; `ejkernel cache show` has the losers and reasons", soft_wrap=True)
+    stored = sum(one.stored(folder) for one in done)
+    if stored:
+        where = f"{count(stored, 'call')} stored in {folder}"
+        tell(console, f"{where}; `ejkernel cache show` has the losers and reasons")
+    if stored < len(done) or not done:
+        lost = "nothing was tuned" if not done else f"{len(done) - stored} of {count(len(done), 'call')} not stored"
+        slow = any(one.status == "unfinished" for one in done)
+        console.print(f"{lost}{f': {UNFINISHED}' if slow else ''}")

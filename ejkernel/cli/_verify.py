@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -19,7 +21,7 @@ from ejkernel.cli._operations import (
     load_modules,
 )
 from ejkernel.cli._screen import INTERRUPTED, count, fail, print_json, progress, screen, side, small, table, wrong_use
-from ejkernel.testing.record import records
+from ejkernel.testing.record import Case, records
 
 _SHOWN = 20  # failures that are listed; --json has all
 
@@ -55,11 +57,12 @@ def verify(
     """
     load_modules(load)
     operations, platforms = chosen_operations(op), chosen_platforms(platform, auto=False)
-    checks = _plan(operations, platforms, chosen_dtypes(dtype, _checks.dtypes_of(operations)), case)
+    dtypes = chosen_dtypes(dtype, _checks.dtypes_of(operations))
+    checks = _plan(operations, platforms, dtypes, case)
     absent = {one.name: one.unavailable(platforms) for one in operations}
     if not checks:
-        if case:
-            wrong_use(f"no shared case of {', '.join(one.name for one in operations)} has {case!r} in its name and that dtype.")
+        if not _has_cases(operations, dtypes, case):
+            wrong_use(_no_case(operations, case))
         reasons = "; ".join(f"{name} on {where}: {why}" for name, each in absent.items() for where, why in each.items())
         fail(f"nothing can be verified here. {reasons}.")
     outcomes, interrupted = _run(checks, not no_gradients, candidates, fail_fast)
@@ -79,9 +82,27 @@ def _plan(operations: Sequence[Operation], platforms: Sequence[str], dtypes: Seq
         for op in operations
         for entry in op.registry.list_implementations(op.op_id)
         if (not platforms or entry.platform in platforms) and op.registry.refusal(entry) is None
-        for case in op.cases()
-        if text in case.name and (not dtypes or case.dtype in dtypes)
+        for case in _cases(op, dtypes, text)
     ]
+
+
+def _cases(op: Operation, dtypes: Sequence[str], text: str) -> list[Case]:
+    """The shared cases of an operation that the options ask for."""
+    return [case for case in op.cases() if text in case.name and (not dtypes or case.dtype in dtypes)]
+
+
+def _has_cases(operations: Sequence[Operation], dtypes: Sequence[str], text: str) -> bool:
+    return any(_cases(op, dtypes, text) for op in operations)
+
+
+def _no_case(operations: Sequence[Operation], text: str) -> str:
+    """That no case has this text in its name, with the names there are: the nearest first, at most as many as help."""
+    names = list(dict.fromkeys(case.name for op in operations for case in op.cases()))
+    near = difflib.get_close_matches(text, names, n=3, cutoff=0.5)
+    listed = "\n".join(textwrap.wrap(", ".join(names), 76, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
+    hint = f" Did you mean {', '.join(near)}?" if near else ""
+    of = ", ".join(op.name for op in operations)
+    return f"no shared case has {text!r} in its name and that dtype.{hint}\nCases of {of}:\n{listed}"
 
 
 def _run(checks: Sequence[Check], gradients: bool, candidates: bool, fail_fast: bool) -> tuple[list[Outcome], bool]:

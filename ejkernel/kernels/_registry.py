@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 from ejkernel._device import Device, device_of
 from ejkernel._sizes import unknown_sizes
 
+NOT_WRITTEN = "not written for this operation"  # of a platform, in `status`
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -118,6 +120,7 @@ class KernelRegistry:
         self._implementations: dict[str, list[Registered]] = {}
         self._import_failures: dict[tuple[str, Platform], str] = {}
         self._visited: set[tuple[str, Platform]] = set()
+        self._said: set[tuple[Platform, str]] = set()  # failures that were warned of
         self._lock = threading.RLock()
 
     def register(
@@ -173,13 +176,17 @@ class KernelRegistry:
         platform: Platform | str | None = None,
         backend: Backend | str | None = None,
         problem: Any = None,
+        among: Callable[[Registered], bool] = lambda entry: True,
     ) -> Registered:
         """Like `get`, for a given call: implementations whose `supports(problem)` gives a reason are passed over.
 
         Where no platform is named, those that take the call but not well (`preferred`) come last.
+
+        Args:
+            among: which implementations may be chosen.
         """
         wanted, device = as_platform(platform), _wanted_backend(backend, problem)
-        candidates = self.list_implementations(algorithm)
+        candidates = [entry for entry in self.list_implementations(algorithm) if among(entry)]
         if not candidates and not self._failures(algorithm):
             known = ", ".join(map(repr, self.list_algorithms())) or "none"
             raise ValueError(f"unknown algorithm {algorithm!r}; known: {known}.")
@@ -193,8 +200,14 @@ class KernelRegistry:
             else:
                 refused.append(f"{entry.platform} ({entry.backend}): {reason}")
         if fitting:
+            if wanted is None:
+                self._warn_of_failures(algorithm, device)
             return next((entry for entry in fitting if problem is None or entry.preferred(problem)), fitting[0])
-        refused += [f"{at}: its import failed: {why}" for at, why in self._failures(algorithm).items() if wanted in (None, at)]
+        refused += [
+            f"{at}: its import failed: {why}{remedy(why)}"
+            for at, why in self._failures(algorithm).items()
+            if wanted in (None, at)
+        ]
         raise ValueError(_no_implementation(algorithm, wanted, device, refused, candidates))
 
     def refusal(self, entry: Registered, problem: Any = None, backend: Backend | str | None = None) -> str | None:
@@ -209,7 +222,7 @@ class KernelRegistry:
         """For every platform the reason why it cannot run an algorithm on a device; None where it can.
 
         Example:
-            >>> kernel_registry.status("recurrent")[Platform.XLA] is None, kernel_registry.status("recurrent")[Platform.PALLAS]
+            >>> kernel_registry.status("attention")[Platform.XLA] is None, kernel_registry.status("recurrent")[Platform.CUDA]
             (True, 'not written for this operation')
         """
         entries, failures = self.list_implementations(algorithm), self._failures(algorithm)
@@ -217,9 +230,9 @@ class KernelRegistry:
         for platform in Platform:
             reasons = [self.refusal(entry, backend=backend) for entry in entries if entry.platform is platform]
             if platform in failures:
-                reasons.append(f"its import failed: {failures[platform]}")
+                reasons.append(f"its import failed: {failures[platform]}{remedy(failures[platform])}")
             elif not reasons:
-                reasons.append("not written for this operation")
+                reasons.append(NOT_WRITTEN)
             found[platform] = None if None in reasons else "; ".join(reason for reason in reasons if reason is not None)
         return found
 
@@ -257,6 +270,16 @@ class KernelRegistry:
         name = self.name_of(algorithm)
         return {platform: why for (failed, platform), why in self._import_failures.items() if failed == name}
 
+    def _warn_of_failures(self, algorithm: str, device: Backend) -> None:
+        """Warns once of a platform for this kind of device that could not be imported: another one takes its calls."""
+        for platform, why in self._failures(algorithm).items():
+            if device in _MADE_FOR.get(platform, ()) and (platform, why) not in self._said:
+                self._said.add((platform, why))
+                warnings.warn(
+                    f"platform {str(platform)!r} is passed over: its import failed: {why}{remedy(why)}. Others take its calls.",
+                    stacklevel=2,
+                )
+
     def _shipped(self, platform: Platform) -> list[str]:
         """The algorithms that have a directory for this platform."""
         if self._package is None:
@@ -282,11 +305,19 @@ class KernelRegistry:
                 self._import_failures[algorithm, platform] = f"{type(failure).__name__}: {failure}"
 
 
+_MADE_FOR = {Platform.TRITON: (Backend.GPU,), Platform.CUDA: (Backend.GPU,), Platform.PALLAS: (Backend.TPU, Backend.GPU)}
+
+
+def remedy(why: str) -> str:
+    """What to do about an import that failed, in brackets; nothing where that is not known."""
+    return ' (pip install ".[cuda13]" brings it)' if "No module named 'triton'" in why else ""
+
+
 def _wrong_device(entry: Registered, device: Backend) -> str | None:
     if entry.backend in (Backend.ANY, device):
         return None
-    names = {Backend.GPU: "NVIDIA GPU", Backend.TPU: "TPU", Backend.CPU: "CPU"}
-    return f"this call computes on a {device}, not on an {names[entry.backend]}"
+    names = {Backend.GPU: "an NVIDIA GPU", Backend.TPU: "a TPU, which these kernels are for", Backend.CPU: "a CPU"}
+    return f"this call computes on a {device}, not on {names[entry.backend]}"
 
 
 def _unknown_sizes(entry: Registered, problem: Any) -> str | None:

@@ -1,5 +1,8 @@
 """What users call: the operations, their configurations and the executor they share."""
 
+from typing import TYPE_CHECKING, NoReturn
+
+from ejkernel._elsewhere import refuse
 from ejkernel.modules.base import create_default_executor
 from ejkernel.modules.operations import (
     Attention,
@@ -39,3 +42,9 @@ __all__ = [
     "lightning_attention",
     "recurrent_attention",
 ]
+
+
+if not TYPE_CHECKING:  # with it, type checkers would take every name for one of the module
+
+    def __getattr__(name: str) -> NoReturn:
+        refuse(__name__, name)

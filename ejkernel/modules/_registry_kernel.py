@@ -13,6 +13,7 @@ import numpy as np
 
 from ejkernel.kernels._implementation import Implementation, PlatformFunction, Signature
 from ejkernel.kernels._registry import Backend, KernelRegistry, Platform, Registered, as_platform, kernel_registry
+from ejkernel.modules._names import explains_names
 from ejkernel.ops import Invocation, Kernel
 from ejkernel.ops.kernel import named_arguments
 
@@ -36,6 +37,7 @@ class RegistryKernel(Kernel[Cfg, Out]):
     not_of_the_problem: ClassVar[tuple[str, ...]] = ("platform",)  # arguments that the problem does not depend on
     numbers: ClassVar[tuple[str, ...]] = ()  # arguments that must be known numbers, whatever kind of scalar holds them
     _parameters: ClassVar[inspect.Signature]
+    _called: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any):
         if "signature" in cls.__dict__:
@@ -45,11 +47,16 @@ class RegistryKernel(Kernel[Cfg, Out]):
 
     @classmethod
     def called_by_users(cls, function: Function) -> Function:
-        """Marks the function whose arguments this kernel takes."""
+        """Marks the function whose arguments this kernel takes. It answers names of other libraries with the ones here."""
         whole = inspect.signature(function)
         parameters = [p for p in whole.parameters.values() if p.name != "cfg"]
         cls._parameters = whole.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
-        return function
+        cls._called = function.__name__
+        return explains_names(function)
+
+    @property
+    def called(self) -> str:
+        return self._called or self.op_id
 
     def parameters(self) -> inspect.Signature:
         return self._parameters
@@ -71,11 +78,14 @@ class RegistryKernel(Kernel[Cfg, Out]):
         `"auto"`: the best platform that supports the arguments it is called with.
         """
         self.signature.check_config(cfg, CHOSEN_ALREADY)
-        if as_platform(cfg.platform) is None:  # type: ignore[attr-defined]  # every configuration names one
-            return functools.partial(self._best, cfg)
-        return functools.partial(self.registry.get(self.op_id, cfg.platform, cfg.backend), cfg=cfg)  # type: ignore[attr-defined]
+        named = as_platform(cfg.platform)  # type: ignore[attr-defined]  # every configuration names one
+        if named is not None:
+            first = self._select(named, cfg.backend)  # type: ignore[attr-defined]  # an error where there is none
+            if sum(entry.platform is named for entry in self._askable()) == 1:
+                return functools.partial(first.function, cfg=cfg)
+        return functools.partial(self._run_best, cfg)
 
-    def _best(self, cfg: Cfg, *args: Any, **kwargs: Any) -> Any:
+    def _run_best(self, cfg: Cfg, *args: Any, **kwargs: Any) -> Any:
         problem = self.signature.problem(*args, **kwargs)
         return self._chosen(problem, None, cfg).function.solve(problem, cfg)  # type: ignore[attr-defined]
 
@@ -98,7 +108,7 @@ class RegistryKernel(Kernel[Cfg, Out]):
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Cfg:
         """The choice of the best platform that supports the call."""
-        entry = self.registry.select(self.op_id, inv.arguments["platform"], problem=inv.problem)
+        entry = self._select(inv.arguments["platform"], problem=inv.problem)
         return self._implementation(entry).heuristic(inv.problem)
 
     def candidate_cfgs(self, inv: Invocation[Any, Any]) -> Iterable[Cfg]:
@@ -107,9 +117,9 @@ class RegistryKernel(Kernel[Cfg, Out]):
         More of the others would take the time that the best needs; a platform that was asked for is alone.
         """
         asked = as_platform(inv.arguments["platform"])
-        best = self.registry.select(self.op_id, asked, problem=inv.problem)
+        best = self._select(asked, problem=inv.problem)
         yield from self._implementation(best).candidates(inv.problem)
-        for entry in self.registry.list_implementations(self.op_id):
+        for entry in self._askable():
             if entry is not best and asked is None and self.registry.refusal(entry, inv.problem) is None:
                 yield self._implementation(entry).heuristic(inv.problem)
 
@@ -138,7 +148,7 @@ class RegistryKernel(Kernel[Cfg, Out]):
     def library_versions(self, inv: Invocation[Any, Any]) -> Mapping[str, str]:
         """Versions of what compiles the kernels that could take the call on its device."""
         found: dict[str, str] = {}
-        for entry in self.registry.list_implementations(self.op_id):
+        for entry in self._askable():
             if self.registry.refusal(entry, backend=inv.target.backend) is None:
                 found |= self._implementation(entry).versions()
         return found
@@ -150,17 +160,28 @@ class RegistryKernel(Kernel[Cfg, Out]):
         if asked is not None:
             _check_agreement(asked, cfg)
         wanted, backend = asked or as_platform(cfg.platform), None if cfg.backend == Backend.ANY else cfg.backend
-        first = self.registry.select(self.op_id, wanted, backend, problem)  # raises where nothing takes the call at all
+        first = self._select(wanted, backend, problem)  # raises where nothing takes the call at all
         refused = []
-        for entry in (first, *self.registry.list_implementations(self.op_id)):
+        for entry in (first, *self._askable()):
             if wanted not in (None, entry.platform) or self.registry.refusal(entry, problem, backend) is not None:
                 continue
-            self._implementation(entry)  # TypeError for a plain function, which cannot be asked
             reason = entry.function.refuses(problem, cfg)  # type: ignore[attr-defined]
             if reason is None:
                 return entry
             refused.append(f"{entry.platform}: {reason}")
         raise ValueError(f"{self.op_id} cannot run with {self.signature.shown(cfg)}: {'; '.join(dict.fromkeys(refused))}.")
+
+    def _askable(self) -> list[Registered]:
+        """The implementations that can say what they take and how. A plain function cannot, and is called by its name alone."""
+        return [entry for entry in self.registry.list_implementations(self.op_id) if _can_be_asked(entry)]
+
+    def _select(self, platform: str | Platform | None, backend: str | Backend | None = None, problem: Any = None) -> Registered:
+        """The best of them; TypeError where only a plain function fits."""
+        try:
+            return self.registry.select(self.op_id, platform, backend, problem, among=_can_be_asked)
+        except ValueError:
+            self._implementation(self.registry.select(self.op_id, platform, backend, problem))
+            raise
 
     def _implementation(self, entry: Registered) -> Implementation[Any, Cfg]:
         if not isinstance(entry.function, PlatformFunction):
@@ -169,6 +190,10 @@ class RegistryKernel(Kernel[Cfg, Out]):
                 f"PlatformFunction of an Implementation."
             )
         return entry.function.implementation
+
+
+def _can_be_asked(entry: Registered) -> bool:
+    return isinstance(entry.function, PlatformFunction)
 
 
 def _known(x: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ejkernel._checking import check_values
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.overlay import overlay
 from ejkernel.ops.config.persistent import PersistentCache
@@ -19,7 +20,7 @@ from ejkernel.ops.executor import Executor
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.kernel import Kernel
 from ejkernel.ops.key import bucket
-from ejkernel.ops.notices import ConfigWarning
+from ejkernel.ops.notices import ConfigWarning, ValueWarning
 from ejkernel.ops.reporting import report
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ __all__ = [
     "NoConfigError",
     "PersistentCache",
     "Tuner",
+    "ValueWarning",
     "bucket",
+    "check_values",
     "dumps",
     "loads",
     "merge",

@@ -10,6 +10,7 @@ import numpy as np
 from jax import tree_util
 from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as inside_jit
 
+from ejkernel._checking import checking
 from ejkernel._device import mesh_platform, planned, underneath
 from ejkernel.ops import collecting
 from ejkernel.ops.config.codec import check_config
@@ -17,8 +18,9 @@ from ejkernel.ops.config.overlay import active
 from ejkernel.ops.config.policy import VARIABLE
 from ejkernel.ops.config.selection import Choice, ConfigSelectorChain
 from ejkernel.ops.invocation import Invocation, mapped_axes, split
-from ejkernel.ops.kernel import Cfg, Kernel, Out
+from ejkernel.ops.kernel import Cfg, Kernel, Out, named_arguments
 from ejkernel.ops.key import thread_settings
+from ejkernel.ops.notices import ValueWarning, warn_once
 from ejkernel.ops.plan import Plan
 
 _LIMIT = 4096
@@ -62,6 +64,9 @@ class Executor:
         args, kwargs = kernel.prepare(args, kwargs)
         if collecting.current() is not None:
             return self._listed(kernel, args, kwargs, _cfg)
+        if checked := checking():
+            for check in kernel.value_checks(named_arguments(kernel, args, kwargs)):
+                check.make()
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
         arrays, signature, concrete = _signature(leaves)
         name = (kernel, treedef, signature, _cfg, *self._surroundings())
@@ -75,6 +80,9 @@ class Executor:
             inv = Invocation.of(kernel, *args, **kwargs)
             plan = self._plan(inv, self.chooser.choose(inv, _cfg).config)
             _remember(self._known, name, plan)
+            readable = not inv.mapped and all(map(_at_hand, arrays))  # under vmap, what is underneath has another shape
+            if not checked and inv.target.backend == "cpu" and not inside_jit() and readable:
+                _warn_of_values(inv.kernel, named_arguments(kernel, *tree_util.tree_map(underneath, (args, kwargs))))
         out: Out = plan.compiled(*arrays) if concrete and not inside_jit() else plan.inline(*arrays)
         return out
 
@@ -132,6 +140,19 @@ def _signature(leaves: list[Any]) -> tuple[list[Any], tuple[Any, ...], bool]:
     if traced:
         signature.append(mapped_axes(arrays))
     return arrays, tuple(signature), concrete
+
+
+def _at_hand(array: Any) -> bool:
+    """Whether this process can read all of an array: one of several processes must not ask for others' parts alone."""
+    value = underneath(array)
+    return value is not None and getattr(value, "is_fully_addressable", True)
+
+
+def _warn_of_values(kernel: Kernel[Any, Any], named: dict[str, Any]) -> None:
+    """Warns once of values that are legal but look like a mistake. On a CPU alone: a look at a GPU waits for it."""
+    for check in kernel.value_checks(named):
+        if check.doubtful and (mistake := check.mistake()):
+            warn_once((kernel.op_id, "values", check.argument), f"{kernel.called}: {mistake}", ValueWarning)
 
 
 def _remember(store: dict[Any, Plan], name: Any, plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -14,7 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from ejkernel._device import Device, default_device, describe, inner, jax_device_of, on_device, planned, underneath
+from ejkernel._device import (
+    Device,
+    default_device,
+    describe,
+    inner,
+    jax_device_of,
+    may_be_split,
+    on_device,
+    placed,
+    planned,
+    underneath,
+)
 from ejkernel.ops.kernel import Cfg, Kernel, Out, named_arguments
 from ejkernel.ops.key import bucket, environment, settings, stable_text, structure_text
 
@@ -75,6 +87,7 @@ class Invocation(Generic[Cfg, Out]):
         args, kwargs: the arguments as given, `jax.ShapeDtypeStruct` in place of every array.
         device: where the call runs.
         mapped: the `jax.vmap`s that are visible around the call, innermost first; the arrays above are one element's.
+        split: whether XLA may split the arrays between devices; also where nobody knows.
     """
 
     kernel: Kernel[Cfg, Out]
@@ -82,6 +95,7 @@ class Invocation(Generic[Cfg, Out]):
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     device: jax.Device = field(default_factory=default_device, repr=False)
     mapped: tuple[MappedAxis, ...] = ()
+    split: bool = True
 
     @classmethod
     def of(cls, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Invocation[Cfg, Out]:
@@ -89,7 +103,7 @@ class Invocation(Generic[Cfg, Out]):
         kernel.check_identity()
         arrays, layout = split(args, kwargs)
         abstract = layout.rebuild([_abstract(array) for array in arrays])
-        return cls(kernel, abstract[0], abstract[1], jax_device_of(arrays), mapped_axes(arrays))
+        return cls(kernel, *abstract, jax_device_of(arrays), mapped_axes(arrays), may_be_split(arrays))
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -99,7 +113,15 @@ class Invocation(Generic[Cfg, Out]):
     @functools.cached_property
     def target(self) -> Device:
         """What kernels are planned for: the device, or the one that an `on_device` around the call names."""
-        return planned() or describe(self.device)
+        return placed(planned() or describe(self.device), self.split)
+
+    @functools.cached_property
+    def environment(self) -> dict[str, str]:
+        """What a measurement depends on besides the call. One planned for another device than computes it is no other's."""
+        here = environment(self.device)
+        if dataclasses.replace(self.target, split=None) == describe(self.device):
+            return here
+        return {**here, "backend": self.target.backend, "device": self.target.kind, "planned on": here["device"]}
 
     @functools.cached_property
     def problem(self) -> Any:
@@ -154,7 +176,7 @@ class Invocation(Generic[Cfg, Out]):
     @functools.cached_property
     def key(self) -> str:
         """What a tuned configuration is stored under: readable JSON, the same in every process."""
-        surroundings = {**environment(self.device), **self.kernel.library_versions(self)}
+        surroundings = {**self.environment, **self.kernel.library_versions(self)}
         return json.dumps({**self._call(), "environment": surroundings}, sort_keys=True, separators=(",", ":"))
 
     def _call(self) -> dict[str, Any]:
@@ -187,7 +209,10 @@ class Invocation(Generic[Cfg, Out]):
 
 
 def _abstract(array: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=_visible_sharding(array))
+    """Numpy's 64-bit arrays as JAX will have them, in silence: it warns of such structs, and `np.cumsum` gives such offsets."""
+    is_numpy = isinstance(array, (np.ndarray, np.generic))
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype) if is_numpy else array.dtype
+    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=_visible_sharding(array))
 
 
 def _visible_sharding(array: Any) -> Any:

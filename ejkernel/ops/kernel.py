@@ -13,6 +13,7 @@ from ejkernel.ops import names
 from ejkernel.ops.key import check_op_id
 
 if TYPE_CHECKING:
+    from ejkernel._checking import ValueCheck
     from ejkernel.ops.invocation import Invocation
 
 Cfg = TypeVar("Cfg")
@@ -63,6 +64,11 @@ class Kernel(Generic[Cfg, Out]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in sorted(vars(self).items()))})"
 
+    @property
+    def called(self) -> str:
+        """The name that users call it by, for what is said to them."""
+        return self.op_id
+
     # How to run
 
     def get_impl(self, cfg: Cfg) -> Callable[..., Out]:
@@ -97,11 +103,15 @@ class Kernel(Generic[Cfg, Out]):
         return parameters_of(type(self).run)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What has to look at values, before anything is traced: checks them, or replaces arguments by what follows from them.
+        """Looks at values before anything is traced: checks them, or replaces arguments by what follows from them.
 
         Asked for every call, so it must cost little; traced arguments have no values yet.
         """
         return args, kwargs
+
+    def value_checks(self, named: Mapping[str, Any]) -> Iterable[ValueCheck]:
+        """What to look at where values are checked (`check_values`), for a call's arguments by name."""
+        return ()
 
     def problem(self, *args: Any, **kwargs: Any) -> Any:
         """The call as configurations are chosen for it: a pytree of arrays and static fields, by default the arguments by name.
@@ -129,7 +139,7 @@ class Kernel(Generic[Cfg, Out]):
         return cfg
 
     def route(self, inv: Invocation[Cfg, Out], cfg: Cfg) -> str | None:
-        """The name of the way that a call takes with `cfg`, for the report; None where there is only one."""
+        """The name of the route that a call takes with `cfg`, for the report; None where there is only one."""
         return None
 
     def default_policy(self, backend: str) -> str:

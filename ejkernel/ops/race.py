@@ -14,7 +14,6 @@ from jax import tree_util
 from ejkernel.ops.compare import difference, nan_in
 from ejkernel.ops.config.codec import check_config, to_fields, unfit
 from ejkernel.ops.invocation import Invocation, is_array
-from ejkernel.ops.key import environment
 from ejkernel.ops.trial import Inputs, Trial
 from ejkernel.ops.tuner import OUT_OF_TIME, Tuned, Tuner, TuningFailed
 from ejkernel.ops.worker import OvertimeError, Worker
@@ -174,7 +173,7 @@ class Race:
             "shapes": {name: str(leaf.shape) for name, leaf in self._actual_shapes().items()},
             "tuning_seconds": round(time.monotonic() - self.start, 3),
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": environment(self.inv.device),
+            "environment": self.inv.environment,
         }
 
     def _actual_shapes(self) -> dict[str, Any]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ejkernel.ops.config.codec import in_words, to_fields, unfit
 from ejkernel.ops.config.validity import wrong_record
 from ejkernel.ops.invocation import Invocation
 from ejkernel.ops.tuner import OUT_OF_TIME
 
 _LIMIT = 10_000
+_COLUMNS = 80
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Chosen:
             `tuning_seconds` that measuring took; where it was not, `not_tuned` says why.
         key: the call's key.
         invocation: the call itself, as shapes and static values.
-        route: the name of the way that the call takes with the configuration; None where there is only one.
+        route: the name of the route that the call takes with the configuration; None where there is only one.
     """
 
     op_id: str
@@ -94,18 +97,45 @@ def _lines(chosen: Chosen) -> list[str]:
     wrong = wrong_record(chosen.record)
     seconds = None if wrong else chosen.record.get("seconds")
     time = "" if seconds is None else f"  {_duration(seconds)}"
-    lines = [f"{chosen.op_id}  {chosen.level}  {chosen.config}{time}"]
-    lines += [] if chosen.route is None else [f"    route: {chosen.route}"]
-    lines += [f"    {name}: {text}" for name, text in chosen.arguments.items()]
+    lines = _wrapped(f"{chosen.op_id}  {chosen.level}  {_words(chosen.config)}{time}", 0)
+    lines += [] if chosen.route is None else _wrapped(f"route: {chosen.route}", 4)
+    alike: dict[str, list[str]] = {}
+    for name, text in chosen.arguments.items():
+        alike.setdefault(text, []).append(name)
+    lines += [line for text, names in alike.items() for line in _wrapped(f"{', '.join(names)}: {text}", 4)]
     if wrong:
-        return [*lines, f"    its record is unreadable: {wrong}"]
+        return [*lines, *_wrapped(f"its record is unreadable: {wrong}", 4)]
     if chosen.why:
-        lines.append(f"    {chosen.why}")
-    for candidate in chosen.record.get("candidates", ()):
-        fields = ", ".join(f"{name}={value}" for name, value in candidate["config"].items())
-        outcome = candidate.get("reason") or _duration(candidate["seconds"])
-        lines.append(f"      {fields}: {outcome}")
-    return lines
+        lines += _wrapped(chosen.why, 4)
+    return lines + _losers(chosen.record.get("candidates", ()))
+
+
+def _losers(candidates: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What was measured, fastest first, then what could not be, with the reason."""
+    timed = sorted((c for c in candidates if not c.get("reason")), key=lambda c: c["seconds"])
+    words = {id(c): _field_words(c["config"]) for c in candidates}
+    width = max(map(len, words.values()), default=0)
+    lines = [f"      {words[id(c)]:{width}}  {_duration(c['seconds']):>10}" for c in timed]
+    failed = [c for c in candidates if c.get("reason")]
+    return lines + [line for c in failed for line in _wrapped(f"{words[id(c)]:{width}}  {c['reason']}", 6, width + 2)]
+
+
+def _words(config: Any) -> str:
+    """A configuration in a few words; one that names no platform as Python writes it."""
+    return in_words(to_fields(config)) if hasattr(config, "platform") and unfit(config) is None else repr(config)
+
+
+def _field_words(fields: Mapping[str, Any]) -> str:
+    return in_words(fields) if "platform" in fields else ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _wrapped(text: str, indent: int, hanging: int = 2) -> list[str]:
+    """Lines of at most 80 columns; a word is never broken, so that names and shapes can be copied."""
+    if len(text) + indent <= _COLUMNS:
+        return [" " * indent + text]
+    later = " " * (indent + hanging)
+    wrapper = textwrap.TextWrapper(_COLUMNS, " " * indent, later, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
 
 
 def _duration(seconds: float) -> str:

@@ -30,9 +30,13 @@ class Tuned:
     @property
     def decided(self) -> bool:
         """Whether there was a race: something beside the heuristic was timed, or nothing was left out for want of time."""
-        candidates = self.record.get("candidates", ())
-        timed = sum("seconds" in candidate for candidate in candidates)
-        return timed != 1 or not any(OUT_OF_TIME in candidate.get("reason", "") for candidate in candidates)
+        timed = sum("seconds" in candidate for candidate in self.record.get("candidates", ()))
+        return timed != 1 or self.complete
+
+    @property
+    def complete(self) -> bool:
+        """Whether no candidate was left out for want of time."""
+        return not any(OUT_OF_TIME in candidate.get("reason", "") for candidate in self.record.get("candidates", ()))
 
 
 class Tuner:

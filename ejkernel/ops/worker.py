@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
+from ejkernel._device import interpretation, interpreting, planned
 from ejkernel.ops.config import overlay
 from ejkernel.ops.key import thread_settings
 
@@ -56,13 +57,14 @@ class _Task(Generic[Result]):
 
 
 class Worker:
-    """Runs tasks in a thread with a clean trace state and the caller's settings (x64, precision, overlays)."""
+    """Runs tasks in a thread with a clean trace state and the caller's settings (x64, precision, overlays, interpretation)."""
 
     def __init__(self, device: jax.Device):
         """Args: device: where the tasks compute."""
         self._device = device
         self._overlays = overlay.active()
         self._x64, self._precision, _ = thread_settings()
+        self._planned, self._interpreted = planned(), interpretation()
         self._tasks: queue.SimpleQueue[_Task[Any] | None] | None = None
 
     def call(self, function: Callable[[], Result], seconds: float) -> Result:
@@ -106,6 +108,8 @@ class Worker:
             settings.enter_context(jax.default_device(self._device))
             settings.enter_context(jax.disable_jit(False))
             settings.enter_context(overlay.carry(self._overlays))
+            if self._planned is not None and self._interpreted:
+                settings.enter_context(interpreting(self._planned, self._interpreted))
             while (task := tasks.get()) is not None:
                 task.run()
 

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ejkernel._numbers import as_array, as_int, checked_offsets, is_int, known_values
+from ejkernel._checking import ValueCheck, checking
+from ejkernel._numbers import as_array, as_int, is_int, known_values, offsets_mistake
 from ejkernel.types._segments import (
     mask_to_segment_ids,
     segment_ids_to_mask,
@@ -46,10 +47,12 @@ _FARTHEST = 2**30  # farther than any two positions, and added to one still an i
 class MaskInfo:
     """A boolean mask, or segment ids; build it with a `from_` method.
 
-    A field that was not given is None; `get_or_compute_` methods work it out. `attention_mask` decides when it is there;
-    ids and positions beside it (left by `apply_causal` and its like) only say where a token stands. Positions, those
-    given or else those that restart in each segment, are what `apply_causal`, `apply_sliding_window`, `apply_chunked`, and
-    `causal` and `sliding_window` of the operation compare; a mask without ids or positions is compared by index.
+    A field that was not given is None; the `get_or_compute_` methods compute it. Where there is an `attention_mask`, it alone
+    decides; ids and positions beside it, which `apply_causal` and its like keep, only give positions.
+
+    `apply_causal`, `apply_sliding_window`, `apply_chunked`, and the operation's `causal` and `sliding_window` compare
+    positions. These are the ones given, or else they count from 0 in each segment. A mask without ids or positions is compared
+    by index.
 
     Attributes:
         attention_mask: `[B, 1|H, Q, K]`, True = attend.
@@ -113,6 +116,9 @@ class MaskInfo:
         if array.ndim != 1 or array.shape[0] < 1 or not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"cu_seqlens must be integers [N+1]; got {array.dtype}{list(array.shape)}.")
         total = _checked_total(total, known_values(cu_seqlens, array))
+        if checking():
+            mistake = lambda offsets: offsets_mistake("cu_seqlens", offsets, total, padded=True)
+            ValueCheck("cu_seqlens", lambda: (array,), mistake).make()
         array = array.astype(jnp.int32)
         index = jnp.arange(total, dtype=jnp.int32)
         ids = jnp.searchsorted(array[1:], index, side="right").astype(jnp.int32)  # [total]
@@ -360,16 +366,12 @@ def _as_offset(offset: Offset, batch: int) -> Int[Array, " ..."]:
 
 def _checked_total(total: Any, offsets: np.ndarray | None) -> int:
     """The length of a packed row, with its offsets checked against it where they are known."""
-    if offsets is not None:
-        checked_offsets("cu_seqlens", offsets)
-    if total is None:
-        if offsets is None:
-            raise ValueError("total must be given when cu_seqlens is traced: shapes cannot depend on its values.")
-        return int(offsets[-1])
-    total = as_int("total", total, least=0)
-    if offsets is not None and offsets[-1] > total:
-        raise ValueError(f"cu_seqlens must not exceed total, {total}; got {offsets[-1]} last.")
-    return total
+    length = None if total is None else as_int("total", total, least=0)
+    if offsets is not None and (mistake := offsets_mistake("cu_seqlens", offsets, length, padded=True)) is not None:
+        raise ValueError(mistake)
+    if length is None and offsets is None:
+        raise ValueError("total must be given when cu_seqlens is traced: shapes cannot depend on its values.")
+    return int(offsets[-1]) if length is None else length  # type: ignore[index]  # one of them is known
 
 
 def _as_ids(argument: str, ids: Any, shape: tuple[int, ...] | None = None) -> Int[Array, "B L"]:

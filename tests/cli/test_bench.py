@@ -36,7 +36,7 @@ def _known_rates(monkeypatch):
 def saved(tmp_path_factory):
     """A small run's file: two lengths of one operation, forward."""
     one = lambda tokens, who, seconds: _measure.Measured(
-        "gla_attention", f"1x{tokens}x1x8x8:g4:float32", tokens, "forward", who, seconds, 2e-7, None, 1e-5, "bytes"
+        "gla_attention", f"1x{tokens}x1x8x8:gk:float32", tokens, "forward", who, seconds, 2e-7, None, 1e-5, "bytes"
     )
     measured = [one(64, "ejkernel", 1e-4), one(64, "scan", 3e-4), one(128, "ejkernel", 2e-4), one(128, "scan", 6e-4)]
     about = {"environment": {"device": "a device", "jax": "1", "ejkernel": "1"}, "time": "2026-01-01T00:00"}
@@ -145,8 +145,9 @@ def test_errors_of_a_part_are_those_of_the_call(name):
 
 
 def test_the_hand_written_scan_is_the_recurrence():
-    shape = Shape(2, 9, 4, 5, 6, ("g4", "g_gamma", "gk", "gv"), kv_heads=2)
+    shape = Shape(2, 9, 4, 5, 6, ("g_gamma", "gk", "gv"), kv_heads=2)
     arrays = {name: np.asarray(x) for name, x in shape.arrays().items()}
+    arrays["g"] = arrays["gk"][..., ::-1]  # per key channel, as gla_attention takes it
     output, state = jax.jit(scan_attention)(**arrays)
     with jax.enable_x64(True):
         want, final = jax.jit(linear_reference)(**{name: x.astype(np.float64) for name, x in arrays.items()})
@@ -208,7 +209,7 @@ def test_a_picture_of_what_was_saved(run, saved, tmp_path, suffix):
 def test_the_summary_is_one_line_an_operation(run, saved):
     shown = run("bench", "--from", saved, "--summary", code=0)
     (line,) = [line for line in shown.out.splitlines() if line.strip().startswith("gla_attention")]
-    assert line.split() == ["gla_attention,", "g4", "128", "2.0e-07", "-", "scan", "3.00x", "-"]
+    assert line.split() == ["gla_attention,", "gk", "128", "2.0e-07", "-", "scan", "3.00x", "-"]
 
 
 def test_without_matplotlib_it_says_what_to_install(run, saved, monkeypatch):
@@ -236,15 +237,18 @@ def test_a_damaged_file_is_refused(run, tmp_path, content):
     [
         (("--shapes", "2x4"), "a shape must be BxTxHxKxV or BxTxHxD"),
         (("--shapes", "1x4x3/2x4"), "kv_heads must divide heads"),
-        (("--shapes", "1x4x1x4:gz"), "gate must be one of g, g4, g_gamma, gk, gv"),
-        (("--shapes", "1x4x1x4:g4:int8"), "a dtype one of float32, bfloat16, float16, float64; got 'int8'"),
+        (("--shapes", "1x4x1x4:gz"), "gate must be one of g, g_gamma, gk, gv"),
+        (("--shapes", "1x4x1x4:gk:int8"), "a dtype one of float32, bfloat16, float16, float64; got 'int8'"),
         (("--shapes", "1x4x1x4:gk:gv"), "a shape must be BxTxHxKxV or BxTxHxD"),
         (("--shapes", "1x4x1x4:float16:float32"), "a shape must be BxTxHxKxV or BxTxHxD"),
-        (("--shapes", "1x4x1x4:gv", "--op", "gla_attention"), "gla_attention takes g, g4, g_gamma; got gv"),
+        (("--shapes", "1x4x1x4:gv", "--op", "gla_attention"), "gla_attention takes g, gk, g_gamma; got gv"),
         (("--shapes", "1x4x1x4:float64", "--op", "attention"), "float64 needs 64-bit numbers"),
         (("--lengths", "1,x"), "--lengths must be positive whole numbers"),
         (("--direction", "sideways"), "--direction must be forward, forward+backward or both"),
-        (("--compare", "numpy", "--op", "gla"), "--compare must be of scan, fla for gla_attention, or none alone; got 'numpy'"),
+        (
+            ("--compare", "numpy", "--op", "gla"),
+            "must be of scan, fla, jla for gla_attention, or none alone; got 'numpy'",
+        ),
         (("--gates", "gq"), "--gates must be of"),
         (("--plot", "picture.txt"), "--plot must name a .png, .svg or .pdf file"),
         (("--compare", "scan,none"), "or none alone; got 'none'"),
@@ -254,7 +258,7 @@ def test_a_damaged_file_is_refused(run, tmp_path, content):
         ),
         (("--gates", "gk", "--op", "attention"), "--gates does not go together with attention, which takes no gates"),
         (("--strong-gates", "--op", "attention"), "--strong-gates does not go together with attention, which takes no gates"),
-        (("--gates", "gv", "--op", "gla"), "--gates must be of g, g4, g_gamma, or none; got 'gv'"),
+        (("--gates", "gv", "--op", "gla"), "--gates must be of g, gk, g_gamma, or none; got 'gv'"),
         (("--from", "x.json", "--op", "attention"), "does not go together with --op."),
         (("--from", "x.json", "--no-error", "--seconds", "2", "--gates", "g"), "together with --gates, --seconds, --no-error."),
         (("--from", "no_such_file.json"), "cannot be read"),

@@ -85,15 +85,35 @@ def test_version(run):
     assert run("--version", code=0).out == f"ejkernel {ejkernel.__version__}\n"
 
 
-def test_doctor_shows_every_operation_and_platform(run):
+def test_doctor_shows_which_platform_a_call_gets_and_only_those_that_exist(run):
     shown = run("doctor", code=0)
-    for word in ("recurrent_attention", "gla_attention", "lightning_attention", "attention", "xla", "triton", "pallas", "cuda"):
+    for word in ("recurrent_attention", "gla_attention", "lightning_attention", "attention", "xla", "triton", "a call runs on"):
         assert word in shown.words
+    assert shown.words.count("this call computes on a cpu, not on an NVIDIA GPU") == 1  # each reason once
     found = run("doctor", "--json", code=0).json
     assert found["operations"]["attention"]["xla"] is None
-    assert found["operations"]["attention"]["pallas"] == "not written for this operation"
+    assert "cuda" not in found["operations"]["gla_attention"]  # it is not written for it
+    assert found["order"]["gla_attention"] == ["xla"]
     assert found["problems"] == []
     assert found["cache"]["writable"] is True
+
+
+def test_doctor_has_a_remedy_where_a_gpu_lies_idle(run, monkeypatch):
+    monkeypatch.setattr("ejkernel.cli._doctor._has_nvidia_gpu", lambda: True)
+    assert 'NVIDIA GPU that JAX does not use: pip install ".[cuda13]"' in run("doctor", code=0).words
+    monkeypatch.setattr("ejkernel.cli._doctor._has_nvidia_gpu", lambda: False)
+    assert run("doctor", "--json", code=0).json["remedies"] == []
+
+
+def test_doctor_on_a_tpu_says_that_its_kernels_have_not_been_run(run, monkeypatch):
+    from ejkernel.cli import _doctor
+
+    assert run("doctor", "--json", code=0).json["notes"] == []
+    device = {"kind": "TPU v5 lite", "backend": "tpu", "count": 1, "memory_bytes": None}
+    monkeypatch.setattr(_doctor, "_device", lambda: device)
+    shown = run("doctor", code=0).words
+    assert "not yet been run on a TPU" in shown
+    assert "ejkernel verify --platform pallas" in shown
 
 
 def test_doctor_counts_what_is_tuned(run, entry):

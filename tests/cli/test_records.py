@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from ejkernel.cli._doctor import _remedies
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.testing.compare import VALUES
 from ejkernel.testing.record import find, records
@@ -42,6 +44,32 @@ def test_neither_the_command_nor_the_configuration_names_an_operation():
     assert len(sources()) > 30
     named = {file.name: [word for word in spoken(ast.parse(file.read_text())) if NAMES.search(word)] for file in sources()}
     assert {file: words for file, words in named.items() if words} == {}
+
+
+def said(tree: ast.AST) -> list[str]:
+    """Every string that a program may print: all but docstrings, which have examples for readers."""
+    documented = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    first = [node.body[0].value for node in documented if node.body and isinstance(node.body[0], ast.Expr)]
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in first]
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+def test_what_they_print_names_an_operation_by_its_record_alone():
+    families = re.compile(r"linear|lightning|\bgla|recurrent|softmax|delta", re.IGNORECASE)
+    named = {file.name: [text for text in said(ast.parse(file.read_text())) if families.search(text)] for file in sources()}
+    assert {file: texts for file, texts in named.items() if texts} == {}
+
+
+def test_the_libraries_of_rivals_are_those_that_their_records_name(run):
+    names = {make(op).library for op in records() for make in op.rivals.values()} - {None}
+    assert names >= {"flash-linear-attention", "jax-linear-attention"}
+    assert names <= set(json.loads(run("doctor", "--json", code=0).out)["versions"])
+
+
+def test_without_triton_the_operations_are_named_that_have_kernels_there():
+    platforms = {"one": {"xla": None, "triton": "No module named 'triton'"}, "other": {"xla": None}}
+    found = {"device": {"backend": "gpu"}, "versions": {"triton": None}, "operations": platforms}
+    assert any("its kernels take no call of one: pip install" in remedy for remedy in _remedies(found))
 
 
 def test_every_operation_of_the_registry_has_a_record():

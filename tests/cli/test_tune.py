@@ -33,7 +33,7 @@ def tuned(monkeypatch):
 
 
 def test_shapes_on_the_line_are_stored_and_then_known(run, tuned, tmp_path):
-    asked = (*GLA, "--shapes", "1x8x1x4:g,1x8x1x4:g4", "--shapes", "1x8x1x4:none")
+    asked = (*GLA, "--shapes", "1x8x1x4:g,1x8x1x4:gk", "--shapes", "1x8x1x4:none")
     first = run(*asked, "--json", code=0).json
     assert [call["status"] for call in first["calls"]] == ["tuned"] * 3
     assert first["folder"] == str(tmp_path / "cache")
@@ -46,8 +46,30 @@ def test_shapes_on_the_line_are_stored_and_then_known(run, tuned, tmp_path):
     assert shown.words.count("tuned") >= 3
 
 
+def test_without_shapes_it_takes_those_that_bench_measures(run, tuned):
+    shown = run("tune", "--op", "gla_attention,attention", "--max-seconds", "30", code=0)
+    assert {inv.kernel.op_id for inv in tuned} == {"gla", "attention"}
+    assert len(tuned) == 8
+    assert "8 calls, each at most 30 s: 4 minutes at most" in shown.err
+    assert "8 calls stored in" in shown.out
+
+
+def test_nothing_is_said_to_be_stored_that_is_not(run, tuned, monkeypatch):
+    def late(self, inv, validate_backward=False):
+        heuristic = {"config": {}, "seconds": 1e-3}
+        rest = {"config": {}, "reason": "not tried: the time of 1 s was used up"}
+        return Tuned(inv.kernel.heuristic_cfg(inv), {"seconds": 1e-3, "candidates": [heuristic, rest]})
+
+    monkeypatch.setattr(Tuner, "tune", late)
+    shown = run(*GLA, "--shapes", "1x8x1x4:g", code=1)
+    assert "stored in" not in shown.out
+    assert " unfinished " in shown.out
+    assert " tuned " not in shown.out
+    assert "1 of 1 call not stored: time ran out before anything beside the heuristic was timed" in shown.words
+
+
 def test_what_was_tuned_is_what_a_call_uses(run, tuned):
-    run(*GLA, "--shapes", "1x8x1x4:g4", code=0)
+    run(*GLA, "--shapes", "1x8x1x4:gk", code=0)
     q = jnp.ones((1, 7, 1, 4))  # of the same bucket
     choice = default_executor().choose(GLAttention(), q, q, q, -q)
     assert str(choice.level) == "disk"
@@ -61,7 +83,7 @@ def test_an_interrupt_keeps_what_was_measured_and_the_next_run_goes_on(run, tune
             raise KeyboardInterrupt
         return whole(self, inv, validate_backward)
 
-    asked = (*GLA, "--shapes", "1x8x1x4:g,1x8x1x4:g4,1x8x1x4:none")
+    asked = (*GLA, "--shapes", "1x8x1x4:g,1x8x1x4:gk,1x8x1x4:none")
     monkeypatch.setattr(Tuner, "tune", interrupted)
     first = run(*asked, code=130)
     assert "interrupted: 2 of 3 calls left" in first.words
@@ -149,10 +171,11 @@ def test_tuning_for_real(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "nothing to tune"),
         (("--shapes", "1x8x1x4"), "--shapes needs --op"),
         (("--op", "softmax", "--shapes", "1x8x1x4"), "--op must be one of"),
         (("--op", "gla_attention", "--shapes", "8x1x4"), "a shape must be"),
+        (("--op", "gla_attention", "--shapes", "1x8x1x4:bf16"), "bf16 is bfloat16 here."),
+        (("--op", "gla_attention", "--shapes", "1x8x1x4:g4"), "g4, a g per key channel, is gk here."),
         (("--op", "gla_attention", "--shapes", "1x8x1x4", "--iters", "0"), "iters must be an integer of at least 1"),
         (("--op", "gla_attention", "--shapes", "1x8x1x4", "--platform", "metal"), "--platform must be one of"),
         (("--op", "attention", "--gates", "gk", "--shapes", "1x8x1x4"), "--gates does not go together with attention"),

@@ -170,6 +170,15 @@ def test_a_module_of_ones_own_is_loaded(run, monkeypatch, tmp_path, register):
         (("--platform", "auto"), "triton, pallas, cuda, xla; got 'auto'"),
         (("--dtype", "float8"), "float32, bfloat16, float16"),
         (("--case", "no-such-case"), "no shared case"),
+        (("--dtype", "fp16"), "got 'fp16'. fp16 is float16 here."),
+        (("--op", "chunk_gla"), "chunk_gla: it is ejkernel.gla_attention here."),
+        (("--op", "causal_conv1d"), "causal_conv1d: plain JAX on every device"),
+        (
+            ("--op", "gla", "--dtype", "float16", "--case", "bfloat16"),
+            "no shared case has 'bfloat16' in its name and that dtype",
+        ),
+        (("--op", "gla", "--case", "packd-g"), "Did you mean packed-g"),
+        (("--op", "gla", "--case", "nothing"), "Cases of gla_attention: ungated, g, g_gamma,"),
     ],
 )
 def test_wrong_names_say_what_is_legal(run, arguments, legal):
@@ -178,7 +187,11 @@ def test_wrong_names_say_what_is_legal(run, arguments, legal):
 
 @pytest.mark.skipif(backend_of(default_device()) != "cpu", reason="there the platform is available")
 def test_a_platform_that_is_not_here_says_why(run):
-    assert "this call computes on a cpu" in run("verify", "--platform", "cuda", "--op", "attention", code=1).words
+    asked = ("verify", "--platform", "cuda", "--op", "attention")
+    for case in ((), ("--case", "packed"), ("--case", "causal", "--dtype", "float32")):
+        shown = run(*asked, *case, code=1).words
+        assert "this call computes on a cpu" in shown
+        assert "no shared case" not in shown
 
 
 def test_an_interrupt_shows_what_was_found(run, register):

@@ -234,7 +234,7 @@ def test_promise_3_sixteen_processes_lose_none_of_their_entries(tmp_path):
 
 def test_promise_7_a_race_that_only_the_heuristic_ran_is_not_stored(tmp_path):
     hanging = [Racer(n, "hangs compiling") for n in range(2, 5)]
-    tuner = Tuner(1, 1, max_seconds=1.0, candidate_seconds=0.6)
+    tuner = Tuner(1, 1, max_seconds=4.0)
     chain = ConfigSelectorChain(ConfigCache(), "autotune", tuner, PersistentCache("race", tmp_path))
     inv = Invocation.of(Race(*hanging), jnp.ones(4))
     try:

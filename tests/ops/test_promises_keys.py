@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel._device import Device, on_device
 from ejkernel.ops import (
     AutotunePolicy,
     ConfigCache,
@@ -27,7 +28,7 @@ from ejkernel.ops import (
     Tuner,
     overlay,
 )
-from ejkernel.ops.key import bucket, environment, stable_text
+from ejkernel.ops.key import bucket, environment, stable_text, without_environment
 from tests.ops.toy import Problem, Toy, ToyConfig, problem
 
 
@@ -109,6 +110,18 @@ MATTERS = {
     "kernel attribute": lambda: key_of(ScaledToy(1.0)),
     "other kernel attribute": lambda: key_of(ScaledToy(2.0)),
 }
+
+
+def test_promise_4_a_call_planned_for_another_device_has_that_ones_key():
+    devices = [Device("gpu", "NVIDIA H200", 90), Device("gpu", "NVIDIA A100", 80), Device("tpu", "TPU v4")]
+    keys = [json.loads(Invocation.of(Toy(), problem()).key)]
+    for device in devices:
+        with on_device(device):
+            keys.append(json.loads(Invocation.of(Toy(), problem()).key))
+    assert [key["environment"]["device"] for key in keys[1:]] == [device.kind for device in devices]
+    assert [key["environment"]["backend"] for key in keys] == [keys[0]["environment"]["backend"], "gpu", "gpu", "tpu"]
+    assert all(key["environment"]["planned on"] == keys[0]["environment"]["device"] for key in keys[1:])
+    assert {without_environment(json.dumps(key)) for key in keys} == {without_environment(json.dumps(keys[0]))}
 
 
 def test_promise_4_everything_that_matters_is_in_the_key():

@@ -205,6 +205,7 @@ def test_promise_12_one_call_lists_what_was_picked_by_which_level_with_times_los
     assert (explicit.op_id, explicit.level, explicit.config) == ("toy", "explicit", ToyConfig(8))
     assert explicit.arguments["platform"] == "'xla'"
     text = str(report())
+    assert max(map(len, text.splitlines())) <= 80
     for part in ("race  autotune  Racer(work=10, fault='none')", "x: float32[64]", "its result is wrong", "cannot be built"):
         assert part in text
     assert ejkernel.ops.report is report

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
+from ejkernel._checking import ValueCheck, checking
 from ejkernel._numbers import as_flag
+from ejkernel._sizes import unknown_sizes
 from ejkernel.kernels._linear.checks import offsets, offsets_in_order
 from ejkernel.kernels._linear.config import RecurrenceConfig
 from ejkernel.kernels._linear.gates import ARGUMENTS, CONSTANT, PER_TOKEN
 from ejkernel.kernels._linear.problem import DECODED_TOKENS
 from ejkernel.modules._registry_kernel import CHOSEN_ALREADY, RegistryKernel
+from ejkernel.modules.operations._value_checks import recurrence_checks, warn_of_layout, warn_of_time_first
 from ejkernel.ops import Invocation
 from ejkernel.ops.kernel import named_arguments
 from ejkernel.parallel.exchange import axis_size
@@ -26,12 +29,14 @@ class RecurrenceKernel(RegistryKernel[RecurrenceConfig, Any]):
     Attributes:
         per_token: the arrays of its problem whose second axis is time.
         gates: those of its arguments that are log decays.
+        order: a word on the order of its arguments, for the check of gates, where other libraries have another.
     """
 
     not_of_the_problem = ("platform", "return_state", "sequence_axis")
     numbers = ("layer_idx", "num_layers")
     per_token: ClassVar[tuple[str, ...]] = ("query", "key", "value", *PER_TOKEN)
     gates: ClassVar[tuple[str, ...]] = ARGUMENTS
+    order: ClassVar[str] = ""
 
     def problem(self, *args: Any, **kwargs: Any) -> Any:
         """Without what no choice depends on: the scale's value, and the rank that a packed call came in."""
@@ -72,12 +77,25 @@ class RecurrenceKernel(RegistryKernel[RecurrenceConfig, Any]):
         if given is None or len(shape) < 3:
             return args, kwargs
         array = offsets(given)
-        offsets_in_order(array, shards * shape[-3])
+        if len(shape) == 3 or shape[0] == 1:  # where offsets are of the whole row; other batches are refused by name later
+            offsets_in_order(array, shards * shape[-3])
         if array is given:
             return args, kwargs
         if len(args) > place:
             return (*args[:place], array, *args[place + 1 :]), kwargs
         return args, {**kwargs, "cu_seqlens": array}
+
+    def value_checks(self, named: Mapping[str, Any]) -> Iterator[ValueCheck]:
+        if len(_shape(named["query"])) < 3:  # which is refused by name later
+            return
+        if unknown_sizes(named):  # a program that jax.export makes for a file, which holds no callbacks
+            return
+        if checking():
+            warn_of_time_first(self.op_id, named["query"], named["initial_state"])
+        if checking() and named["initial_state"] is None:  # a call with a state is a decoder's, of few tokens
+            warn_of_layout(self.called, named["query"])
+        axis = named["sequence_axis"]
+        yield from recurrence_checks(named, self.gates, 1 if axis is None else axis_size(axis), self.order)
 
     def differentiable(self, inv: Invocation[Any, Any]) -> bool:
         """Calls of a few tokens are steps of a decoder, which nobody trains through: they are tuned for the step alone."""
@@ -88,9 +106,9 @@ class RecurrenceKernel(RegistryKernel[RecurrenceConfig, Any]):
         return (1,) if name in self.per_token else (0,) if name == "cu_seqlens" else ()
 
     def random_inputs(self, inv: Invocation[Any, Any], key: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gates of every strength, and sequences of nearly equal length.
+        """Gates from weak ones to resets, and sequences of nearly equal length.
 
-        Normal numbers as gates would amplify, and sequences of no length would do nothing.
+        Normal numbers as gates would amplify, and empty sequences would leave nothing to measure.
         """
         from ejkernel.kernels._linear.random import equal_offsets, gate  # only tuning needs these
         from ejkernel.ops.inputs import random_arguments

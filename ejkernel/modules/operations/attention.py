@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from ejkernel._checking import ValueCheck, checking
 from ejkernel._device import device_of
 from ejkernel.kernels._attention import AttentionConfig
 from ejkernel.kernels._attention.operation import ATTENTION
@@ -18,6 +19,7 @@ from ejkernel.kernels._attention.packing import everything, packed
 from ejkernel.modules._registry_kernel import RegistryKernel
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations._results import OutputAndWeights
+from ejkernel.modules.operations._value_checks import warn_of_layout, warn_of_sinks
 from ejkernel.ops import Invocation
 from ejkernel.types.mask import MaskInfo
 
@@ -48,6 +50,13 @@ class Attention(RegistryKernel[AttentionConfig, Any]):
         problem = super().problem(*args, **kwargs)
         soft_cap, dropout = None if problem.soft_cap is None else 1.0, 0.5 if problem.dropout_prob else 0.0
         return dataclasses.replace(problem, scale=1.0, soft_cap=soft_cap, dropout_prob=dropout, return_weights=False)
+
+    def value_checks(self, named: Mapping[str, Any]) -> Iterable[ValueCheck]:
+        if checking():
+            warn_of_sinks(self.op_id, named["softmax_aux"], named["query"])
+        if checking() and len(np.shape(named["query"])) == 4:
+            warn_of_layout(self.called, named["query"])
+        return ()
 
     def results(self, found: tuple[jax.Array, jax.Array], named: Mapping[str, Any]) -> Any:
         return found if named["return_weights"] else found[0]
@@ -117,8 +126,8 @@ def attention(
 ) -> OutputAndWeights | Float[Array, "B T H V"]:
     """Softmax attention: `softmax(softmax_scale * query key^T + bias) value`, per head.
 
-    In order: scale, soft cap, bias, masks, softmax, dropout, times value. A query that may attend to nothing gives 0, with
-    a gradient of 0. Heads are grouped: query head h reads key head `h // (H / Hkv)`.
+    The order is: scale, soft cap, bias, masks, softmax, dropout, product with value. A query that may attend to no key gives
+    0, with a gradient of 0. Heads are grouped: query head h reads key head `h // (H / Hkv)`.
 
     Args:
         query: `[B, T, H, D]`.
@@ -128,11 +137,11 @@ def attention(
         dropout_rng: the random key for dropout; the same key drops the same weights.
         softmax_aux: attention sinks, `[sinks]` or `[H|Hkv, sinks]`: logits that only count in the softmax's sum.
         mask_info: who may attend to whom; with segments or positions, `causal` and `sliding_window` compare positions.
-        attention_mask: True = attend, `[B, S]`, `[B, T, S]` or `[B, 1|Hkv|H, T, S]`; applies beside bias and mask_info.
+        attention_mask: True attends, `[B, S]`, `[B, T, S]` or `[B, 1|Hkv|H, T, S]`; applies together with bias and mask_info.
         init_bias: gives the bias; called only when neither a bias nor a mask is given.
         deterministic: False turns dropout on.
-        softmax_scale: a number or a scalar array; None means `D ** -0.5`. A number is compiled in, so each new one compiles
-            again; an array does not, but cuDNN takes numbers only.
+        softmax_scale: a number or a scalar array; None means `D ** -0.5`. Each new number compiles again; an array does
+            not, but cuDNN takes numbers only.
         logits_soft_cap: bounds scores by `cap * tanh(scores / cap)`, before the bias.
         dtype: the compute and output dtype; None takes that of the inputs.
         softmax_dtype: the dtype of logits and exponentials; None means float32 (float64 for float64).
@@ -140,12 +149,12 @@ def attention(
         causal: keeps keys `j <= i`.
         sliding_window: `(left, right)` keeps keys `i - left <= j <= i + right`; an int w is `(w, w)`.
         return_weights: False returns the output alone.
-        platform: "xla", "cuda", "triton", or "auto" (as None): the best that supports the call here.
+        platform: "xla", "cuda", "triton" or "pallas"; "auto" or None takes the best that supports the call here.
         cfg: an explicit configuration, used as given.
 
     Returns:
-        `(output, weights)`, `[B, T, H, V]` and `[B, H, T, S]`, or the output. Weights are what multiplies value, computed
-        apart from the output: under `jit`, unused ones are dropped by the compiler and cost nothing.
+        `(output, weights)`, `[B, T, H, V]` and `[B, H, T, S]`, or the output. Weights are what multiplies value. They are
+        computed apart from the output: under `jit` the compiler drops unused ones, and they cost nothing.
 
     Example:
         >>> q = jax.random.normal(jax.random.key(0), (1, 6, 4, 8))

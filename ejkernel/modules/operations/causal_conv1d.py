@@ -7,19 +7,24 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
+from ejkernel._checking import checking
+from ejkernel._numbers import as_flag
+from ejkernel._search import how_many_up_to
 from ejkernel.kernels._linear import checks
 from ejkernel.kernels._linear.checks import float_array
 from ejkernel.kernels._xla._common.explicit_mesh import over_explicit_axes
+from ejkernel.modules._names import explains_names
 from ejkernel.modules.operations._results import OutputAndState
+from ejkernel.modules.operations._value_checks import offsets_check
 
 __all__ = ["causal_conv1d"]
 
 Activation = Literal["silu"]
 
 
+@explains_names
 def causal_conv1d(
     x: Float[Array, "B T C"] | Float[Array, "tokens C"],
     weight: Float[Array, "W C"],
@@ -65,9 +70,9 @@ def causal_conv1d(
     offsets = _checked_offsets(rows, cu_seqlens)
     state = _checked_state(rows, weight, offsets, initial_state)
     if activation is not None and activation not in get_args(Activation):
-        raise ValueError(f"activation must be None or 'silu'; got {activation!r}.")
-    if not isinstance(return_state, (bool, np.bool_)):
-        raise TypeError(f"return_state must be True or False; got {return_state!r}.")
+        same = " They are the same function." if str(activation) == "swish" else ""
+        raise ValueError(f"activation must be None or 'silu'; got {activation!r}.{same}")
+    return_state = as_flag("return_state", return_state)
     given = {"x": rows, "weight": weight, "bias": bias, "state": state}
     arrays = {name: array for name, array in given.items() if array is not None}
     placed = [(("x", 0), None, ("x", 2)), (None if offsets is not None else ("x", 0), None, ("x", 2))]
@@ -80,12 +85,22 @@ def causal_conv1d(
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside `jit` compile once for each shape
 def _run(activation: str | None, return_state: bool, arrays: dict[str, Array], offsets: Array | None) -> tuple[Array, ...]:
     x, state, W = arrays["x"], arrays.get("state"), arrays["weight"].shape[0]
-    if 0 in x.shape:  # XLA's compiler for CPUs ends the process over derivatives of products of nothing
-        y = x
-    else:
-        y = _convolved(x, arrays["weight"], arrays.get("bias"), state, offsets)
-        y = (jax.nn.silu(y) if activation == "silu" else y).astype(x.dtype)
+    # XLA's compiler for CPUs ends the process over derivatives of products of nothing.
+    y = x if 0 in x.shape else _activated(activation, arrays, offsets)
     return (y, _last_inputs(x, state, offsets, W - 1)) if return_state else (y,)
+
+
+# Recomputed for the gradient, which needs nothing but the inputs then: as it stands the chain rule keeps every shifted input,
+# the sum and the sigmoid in float32, which for 16-bit inputs is 14 times what x takes.
+@functools.partial(jax.checkpoint, static_argnums=(0,))
+def _activated(activation: str | None, arrays: dict[str, Array], offsets: Array | None) -> Array:
+    x = arrays["x"]
+    if offsets is not None:  # what lies after the last sequence is nobody's: it changes nothing, whatever it holds
+        used = (jnp.arange(x.shape[1], dtype=jnp.int32) < offsets[-1])[None, :, None]
+        x = jnp.where(used, x, 0)
+    y = _convolved(x, arrays["weight"], arrays.get("bias"), arrays.get("state"), offsets)
+    y = (jax.nn.silu(y) if activation == "silu" else y).astype(x.dtype)
+    return y if offsets is None else jnp.where(used, y, 0)
 
 
 def _convolved(x: Array, weight: Array, bias: Array | None, state: Array | None, offsets: Array | None) -> Array:
@@ -111,7 +126,7 @@ def _inputs_before(x: Array, state: Array | None, offsets: Array, back: int) -> 
     if back == 0:
         return x
     token = jnp.arange(x.shape[1], dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(offsets[1:], token, side="right").astype(jnp.int32), offsets.shape[0] - 2)
+    sequence = jnp.minimum(how_many_up_to(offsets[1:], token), offsets.shape[0] - 2)
     place = token - offsets[sequence]  # [T]: which token of its sequence
     shifted = jnp.pad(x, [(0, 0), (back, 0), (0, 0)])[:, : x.shape[1]]
     own = (place >= back)[None, :, None]
@@ -145,20 +160,33 @@ def _checked_weights(x: Array, weight: Any, bias: Any) -> tuple[Array, Array | N
     if weight.ndim != 2 or weight.shape[1] != channels or weight.shape[0] < 1:
         raise ValueError(
             f"weight must be [width, {channels}] (taps from the oldest to the current token, channels) to match x, "
-            f"with a width of at least 1; got {list(weight.shape)}."
+            f"with a width of at least 1; got {list(weight.shape)}.{_weight_hint(weight.shape, channels)}"
         )
     if bias is not None and (bias := float_array("bias", bias)).shape != (channels,):
         raise ValueError(f"bias must be [{channels}] (channels) to match x; got {list(bias.shape)}.")
     return weight, bias
 
 
+def _weight_hint(shape: tuple[int, ...], channels: int) -> str:
+    """What makes a weight of one here of what torch's convolutions have, `[channels, 1, width]`, or of that without the 1."""
+    if len(shape) == 3 and shape[:2] == (channels, 1):
+        return " One of torch's Conv1d goes in as weight[:, 0].T."
+    return " It goes in as weight.T." if len(shape) == 2 and shape[0] == channels else ""
+
+
 def _checked_offsets(x: Array, cu_seqlens: Any) -> Array | None:
     if cu_seqlens is None:
         return None
     if x.shape[0] != 1:
-        raise ValueError(f"x must have a batch of 1 when cu_seqlens packs the sequences; got {list(x.shape)}.")
+        raise ValueError(
+            f"x must have a batch of 1 when cu_seqlens packs the sequences; got {list(x.shape)}. Rows of a batch go one after "
+            f"another, by x.reshape(1, -1, *x.shape[2:]), and cu_seqlens holds offsets in all of it."
+        )
     checks.sequences(cu_seqlens, x)
-    return checks.cu_seqlens(cu_seqlens, x)
+    offsets = checks.cu_seqlens(cu_seqlens, x)
+    if checking():
+        offsets_check(offsets, x.shape[1]).make()
+    return offsets
 
 
 def _checked_state(x: Array, weight: Array, offsets: Array | None, initial_state: Any) -> Array | None:
@@ -169,8 +197,10 @@ def _checked_state(x: Array, weight: Array, offsets: Array | None, initial_state
         return None
     state = float_array("initial_state", initial_state)
     if state.shape != legal:
+        cached = state.shape == (legal[0], legal[2], legal[1] + 1)  # as flash-linear-attention keeps it, with one input more
+        hint = " A cache [sequences, channels, width] goes in as jnp.swapaxes(cache[..., 1:], 1, 2)." if cached else ""
         raise ValueError(
             f"initial_state must be {list(legal)} (sequences, width - 1, channels) to match x and weight; "
-            f"got {list(state.shape)}."
+            f"got {list(state.shape)}.{hint}"
         )
     return state.astype(x.dtype)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ejkernel._checking import ValueCheck
+from ejkernel._sizes import unknown_sizes
 from ejkernel.kernels._delta import GATED_DELTA_RULE, GatedDeltaRuleConfig
 from ejkernel.modules.base import default_executor
 from ejkernel.modules.operations._recurrence_kernel import RecurrenceKernel
 from ejkernel.modules.operations._results import OutputAndState
+from ejkernel.modules.operations._value_checks import beta_check, has_values
 
 __all__ = ["GatedDeltaRule", "GatedDeltaRuleConfig", "gated_delta_rule"]
 
@@ -22,9 +26,15 @@ class GatedDeltaRule(RecurrenceKernel):
     signature = GATED_DELTA_RULE
     per_token = ("query", "key", "value", "beta", "g")
     gates = ("g",)
+    order = " The order here is query, key, value, beta, g."
+
+    def value_checks(self, named: Mapping[str, Any]) -> Iterator[ValueCheck]:
+        yield from super().value_checks(named)
+        if has_values(named["beta"]) and not unknown_sizes(named):
+            yield beta_check(named["beta"])
 
     def drawn(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Keys of length 1 and strengths from 0 to 1, as layers have them: other ones amplify without bound."""
+        """Keys of length 1 and beta from 0 to 1, as layers have them. Others amplify without bound."""
         beta = jax.nn.sigmoid(named["beta"].astype(jnp.float32)).astype(named["beta"].dtype)
         return {**named, "query": _unit(named["query"]), "key": _unit(named["key"]), "beta": beta}
 
@@ -52,7 +62,7 @@ def gated_delta_rule(
     platform: str | None = None,
     cfg: GatedDeltaRuleConfig | None = None,
 ) -> Float[Array, "*batch T H V"] | OutputAndState:
-    """The delta rule: what is written is the error of what the state already predicts, not the value itself.
+    """The delta rule: a token writes the error of what the state predicts for its key, not the value itself.
 
         h' = exp(g_t) h_{t-1};   e_t = v_t - k_t h';   h_t = h' + beta_t k_t^T e_t;   o_t = softmax_scale * q_t h_t
 
@@ -66,19 +76,20 @@ def gated_delta_rule(
         beta: how much of the error is written, `[B, T, H]`; usually 0 to 1, or 0 to 2.
         g: log decay `[B, T, H]` of a head's whole state, or `[B, T, H, K]` of row k; 0 keeps, -inf forgets.
         initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the packed sequences.
-        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1 or left away.
+        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1, or left out.
         use_qk_l2norm: divide the rows of query and key by `sqrt(sum of squares + 1e-6)` first.
-        softmax_scale: factor of the output; None is `K ** -0.5`. A number is compiled in, so each new one compiles again; an
-            array (`jnp.float32(x)`) does not.
+        softmax_scale: factor of the output; None means `K ** -0.5`. Each new number compiles again; an array
+            (`jnp.float32(x)`) does not.
         reverse: run from the last token to the first.
         return_state: also return the state after the last step.
-        sequence_axis: inside `jax.shard_map`, the mesh axis that time is split over: each shard passes its own tokens, and the
-            result is that of the whole sequence ("Several devices" in the documentation).
-        platform: `"xla"` or `"triton"`; `"auto"` or None takes the best that supports the call here.
+        sequence_axis: inside `jax.shard_map`, the mesh axis that time is split over. Each shard passes its own tokens. Together
+            the results are those of the whole sequence ("Several devices" in the documentation).
+        platform: `"xla"`, `"triton"` or `"pallas"`; `"auto"` or None takes the best that supports the call here.
         cfg: an explicit configuration, used as given.
 
     Returns:
-        The output `[B, T, H, V]` in query's dtype; with `return_state`, also the final state `[N, H, K, V]` in float32.
+        The output `[B, T, H, V]` in query's dtype; with `return_state`, also the final state `[N, H, K, V]` in float32
+        (float64 for float64).
 
     Example:
         >>> q, k = (jax.random.normal(jax.random.key(i), (2, 100, 2, 16)) for i in range(2))

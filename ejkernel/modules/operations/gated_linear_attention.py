@@ -44,20 +44,22 @@ def gla_attention(
         key: `[B, T, Hkv, K]`; `Hkv` divides `H`.
         value: `[B, T, Hkv, V]`.
         g: log decay, `[B, T, H]` (whole head) or `[B, T, H, K]` (per key channel); 0 keeps, -inf forgets.
+            A gate between 0 and 1 goes in by its logarithm: `jax.nn.log_sigmoid(x)`, not `sigmoid`.
         g_gamma: a further log decay that is the same at every step: `[H]`, `[1, H]` or `[N, H]`.
         initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the packed sequences.
-        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1 or left away.
-        softmax_scale: factor of the output; None is `K ** -0.5`. A number is compiled in, so each new one compiles again; an
-            array (`jnp.float32(x)`) does not.
+        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1, or left out.
+        softmax_scale: factor of the output; None means `K ** -0.5`. Each new number compiles again; an array
+            (`jnp.float32(x)`) does not.
         reverse: run from the last token to the first.
         return_state: also return the state after the last step.
-        sequence_axis: inside `jax.shard_map`, the mesh axis that time is split over: each shard passes its own tokens, and the
-            result is that of the whole sequence ("Several devices" in the documentation).
-        platform: `"xla"`, `"triton"`, `"pallas"`, `"cuda"`; `"auto"` or None takes the best that supports the call here.
+        sequence_axis: inside `jax.shard_map`, the mesh axis that time is split over. Each shard passes its own tokens. Together
+            the results are those of the whole sequence ("Several devices" in the documentation).
+        platform: `"xla"`, `"triton"` or `"pallas"`; `"auto"` or None takes the best that supports the call here.
         cfg: an explicit configuration, used as given.
 
     Returns:
-        The output `[B, T, H, V]` in query's dtype; with `return_state`, also the final state `[N, H, K, V]` in float32.
+        The output `[B, T, H, V]` in query's dtype; with `return_state`, also the final state `[N, H, K, V]` in float32
+        (float64 for float64).
 
     Example:
         >>> import jax

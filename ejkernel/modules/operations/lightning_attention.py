@@ -36,7 +36,7 @@ def lightning_attention(
     platform: str | None = None,
     cfg: LightningAttentionConfig | None = None,
 ) -> Float[Array, "*batch T H V"] | OutputAndState:
-    """Linear attention with the decay h_t = exp(gamma_h) * h_{t-1} + k_t^T v_t of head h, o_t = softmax_scale * q_t h_t.
+    """Linear attention with a constant decay per head: h_t = exp(gamma) * h_{t-1} + k_t^T v_t, o_t = softmax_scale * q_t h_t.
 
     gamma = -(8 / H * (1 - layer_idx / num_layers)) * arange(H): head 0 keeps everything, deeper layers keep more.
 
@@ -45,20 +45,21 @@ def lightning_attention(
         key: `[B, T, Hkv, K]`; `Hkv` divides `H`.
         value: `[B, T, Hkv, V]`.
         initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the packed sequences.
-        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1 or left away.
+        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1, or left out.
         layer_idx: this layer, from 0 to `num_layers` - 1.
         num_layers: how many layers the model has.
-        softmax_scale: factor of the output; None is `K ** -0.5`. A number is compiled in, so each new one compiles again; an
-            array (`jnp.float32(x)`) does not.
+        softmax_scale: factor of the output; None means `K ** -0.5`. Each new number compiles again; an array
+            (`jnp.float32(x)`) does not.
         reverse: run from the last token to the first.
         return_state: also return the state after the last step.
-        sequence_axis: inside `jax.shard_map`, the mesh axis that time is split over: each shard passes its own tokens, and the
-            result is that of the whole sequence ("Several devices" in the documentation).
-        platform: `"xla"`, `"triton"`, `"pallas"`, `"cuda"`; `"auto"` or None takes the best that supports the call here.
+        sequence_axis: inside `jax.shard_map`, the mesh axis that time is split over. Each shard passes its own tokens. Together
+            the results are those of the whole sequence ("Several devices" in the documentation).
+        platform: `"xla"`, `"triton"` or `"pallas"`; `"auto"` or None takes the best that supports the call here.
         cfg: an explicit configuration, used as given.
 
     Returns:
-        The output `[B, T, H, V]` in query's dtype; with `return_state`, also the final state `[N, H, K, V]` in float32.
+        The output `[B, T, H, V]` in query's dtype; with `return_state`, also the final state `[N, H, K, V]` in float32
+        (float64 for float64).
 
     Example:
         >>> import jax

@@ -1,4 +1,4 @@
-"""The linear recurrence with every gate: retention, simple GLA, GLA, RWKV-like and plain linear attention."""
+"""The linear recurrence with every gate: plain linear attention, retention, simple GLA, GLA."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recurrent_attention(
     """Gated linear attention: h_t = decay_t * h_{t-1} + k_t^T v_t, o_t = softmax_scale * q_t h_t.
 
     The decay is the product of exp(gate) over the gates that are given. Gates are in log space: 0 keeps the state, -inf
-    forgets it, exactly. They combine freely, and everything has its exact gradient.
+    forgets it exactly. Any gates may be combined, and every array has its exact gradient.
 
     Args:
         query: `[B, T, H, K]`, or `[tokens, H, K]` when packed by `cu_seqlens`.
@@ -52,18 +52,19 @@ def recurrent_attention(
         gk: log decay of row k, `[B, T, H, K]`.
         gv: log decay of column v, `[B, T, H, V]`.
         initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the packed sequences.
-        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1 or left away.
-        softmax_scale: factor of the output; None is `K ** -0.5`. A number is compiled in, so each new one compiles again; an
-            array (`jnp.float32(x)`) does not.
+        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1, or left out.
+        softmax_scale: factor of the output; None means `K ** -0.5`. Each new number compiles again; an array
+            (`jnp.float32(x)`) does not.
         reverse: run from the last token to the first.
         return_state: also return the state after the last step.
-        sequence_axis: inside `jax.shard_map`, the mesh axis that time is split over: each shard passes its own tokens, and the
-            result is that of the whole sequence ("Several devices" in the documentation).
-        platform: `"xla"`, `"triton"`, `"pallas"`, `"cuda"`; `"auto"` or None takes the best that supports the call here.
+        sequence_axis: inside `jax.shard_map`, the mesh axis that time is split over. Each shard passes its own tokens. Together
+            the results are those of the whole sequence ("Several devices" in the documentation).
+        platform: `"xla"`, `"triton"` or `"pallas"`; `"auto"` or None takes the best that supports the call here.
         cfg: an explicit configuration, used as given.
 
     Returns:
-        The output `[B, T, H, V]` in query's dtype; with `return_state`, also the final state `[N, H, K, V]` in float32.
+        The output `[B, T, H, V]` in query's dtype; with `return_state`, also the final state `[N, H, K, V]` in float32
+        (float64 for float64).
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -47,6 +47,17 @@ def to_fields(config: Any) -> dict[str, Any]:
     return {field.name: _to_json(getattr(config, field.name), field.name) for field in dataclasses.fields(config)}
 
 
+def in_words(fields: Mapping[str, Any]) -> str:
+    """The fields of a configuration in a few words; those that say nothing are left out.
+
+    >>> in_words({"schedule": "chunked", "block_q": 64, "platform": "xla", "backend": "any", "num_warps": None})
+    'xla chunked block_q=64'
+    """
+    said = {name: value for name, value in fields.items() if value not in (None, "any", "auto")}
+    ordered = sorted(said.items(), key=lambda item: (not isinstance(item[1], str), item[0] != "platform"))
+    return " ".join(value if isinstance(value, str) else f"{name}={value}" for name, value in ordered)
+
+
 def _to_json(value: Any, name: str) -> Any:
     if isinstance(value, enum.Enum):
         return _to_json(value.value, name)
@@ -62,7 +73,7 @@ def _to_json(value: Any, name: str) -> Any:
 
 
 def from_fields(cls: type, fields: Any) -> Any:
-    """The configuration of class `cls` with these fields. Only those whose metadata says `optional` may be left away.
+    """The configuration of class `cls` with these fields. Only those whose metadata says `optional` may be left out.
 
     Raises:
         ValueError: a field is unknown, missing or of the wrong type, or the class itself refuses the values.

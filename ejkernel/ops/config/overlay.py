@@ -1,7 +1,7 @@
 """`overlay`: configurations that apply inside a `with` block.
 
-The block is a JAX context, so functions that were jitted before it are traced again inside it and find what they had
-before after it. It belongs to the thread that entered it.
+The block is a JAX context: functions that were jitted before are traced again inside it, and after it use their old program
+again. It belongs to the thread that entered it.
 """
 
 from __future__ import annotations

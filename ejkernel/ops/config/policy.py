@@ -40,7 +40,7 @@ class AutotunePolicy:
         return self.ruling(kernel, backend)[0]
 
     def ruling(self, kernel: Kernel[Any, Any], backend: str) -> tuple[str, str]:
-        """`fallback`, and whose word it is, for people who wonder."""
+        """`fallback`, and who said so: the policy, the environment or the kernel."""
         if self.cache_miss_fallback is not None:
             choice, whose = self.cache_miss_fallback, f"cache_miss_fallback={self.cache_miss_fallback!r}"
         elif (said := _legal(os.environ.get(VARIABLE) or None, VARIABLE)) is not None:
