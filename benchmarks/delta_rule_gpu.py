@@ -1,7 +1,7 @@
 """The gated delta rule on a GPU: the triton platform beside flash-linear-attention and jax-linear-attention, in one run.
 
-    python -m benchmarks.delta_rule_gpu [--sides ours fla jla] [--rows TEXT ...] [--kernels] [--json results.json]
-    python -m benchmarks.delta_rule_gpu --errors                              errors against float64, ours and fla's
+    python -m benchmarks.delta_rule_gpu [--sides ours fla jla] [--rows TEXT ...] [--kernels] [--json results.jsonl]
+    python -m benchmarks.delta_rule_gpu --errors                              errors against float64
 
 Times are kernel times, measured as in `linear_attention_gpu`: CUPTI's durations of every kernel that a call launches. A side
 that does not take a call is left out of its row. --kernels lists ours one by one.
@@ -10,7 +10,6 @@ that does not take a call is left out of its row. --kernels lists ours one by on
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import sys
 from collections.abc import Callable
@@ -20,13 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.linear_attention_gpu import BANDWIDTH, difference, kernel_ms, named
+from benchmarks.kernel_times import BANDWIDTH, Arrays, Calls, Lines, difference, jitted, kernel_ms, named, print_kernels
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._triton import gated_delta_rule
+from ejkernel.testing import jax_linear
+from ejkernel.testing.flash_delta import FlashDelta
+from ejkernel.testing.flash_linear import forget_tuning, tune_on_all_cores
 from ejkernel.testing.linear_gpu import LENGTHS
 
-Arrays = dict[str, jax.Array]
-Calls = tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], None]]
 SHAPES = {  # B, T, Hk, H, K, V
     "8x2048x16x128x128": (8, 2048, 16, 16, 128, 128),
     "1x16384x16x128x128": (1, 16384, 16, 16, 128, 128),
@@ -65,17 +65,6 @@ def inputs(name: str, kind: str) -> tuple[Arrays, jax.Array, np.ndarray | None]:
     return arrays, do, cu
 
 
-def jitted(run: Callable[[Arrays], jax.Array], arrays: Arrays, do: jax.Array) -> Calls:
-    forward = jax.jit(run)
-
-    @jax.jit
-    def both(arrays: Arrays, do: jax.Array) -> Any:
-        out, pull = jax.vjp(run, arrays)
-        return out, pull(do)[0]
-
-    return lambda: forward(arrays), lambda: both(arrays, do), jax.block_until_ready
-
-
 def ours(arrays: Arrays, do: jax.Array, cu: np.ndarray | None, cfg: GatedDeltaRuleConfig | None = None) -> Calls:
     cu_seqlens = None if cu is None else jnp.asarray(cu)
     return jitted(lambda arrays: gated_delta_rule(**arrays, cu_seqlens=cu_seqlens, cfg=cfg)[0], arrays, do)
@@ -83,47 +72,17 @@ def ours(arrays: Arrays, do: jax.Array, cu: np.ndarray | None, cfg: GatedDeltaRu
 
 def fla(arrays: Arrays, do: jax.Array, cu: np.ndarray | None) -> Calls:
     """Its guard against Triton 3.4 to 3.7.0 on Hopper is switched off, as a mark of speed only."""
-    from ejkernel.testing.flash_delta import FlashDelta
-
+    forget_tuning()
     call = FlashDelta(arrays, do, cu, skip_guard=True)
     return call.forward, call.both, call.wait
 
 
 def jla(arrays: Arrays, do: jax.Array, cu: np.ndarray | None) -> Calls:
-    from jla.ops import linear_attention
-
-    if cu is not None:
-        raise ValueError("packed calls run by its reference alone")
-    kind = "deltanet" if "g" not in arrays else "kda" if arrays["g"].ndim == 4 else "gated_deltanet"
-
-    def run(arrays: Arrays) -> jax.Array:
-        q, k, v = (arrays[name] for name in ("query", "key", "value"))
-        gates = {name: arrays[name].astype(jnp.float32) for name in ("g", "beta") if name in arrays}
-        return linear_attention(kind, q, k, v, impl="mosaic_gpu", **gates)[0]
-
-    return jitted(run, arrays, do)
+    run = jax_linear.delta(cu)
+    return jitted(lambda arrays: run(**arrays), arrays, do)
 
 
 SIDES: dict[str, Callable[..., Calls]] = {"ours": ours, "fla": fla, "jla": jla}
-
-
-def kernels_ms(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int = 10) -> dict[str, float]:
-    """Milliseconds per call of each kernel, by CUPTI."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    wait(call())
-    wait(call())
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
-            result = call()
-        wait(result)
-        torch.cuda.synchronize()
-    found: collections.Counter[str] = collections.Counter()
-    for e in profiler.events():
-        if e.device_type == torch.autograd.DeviceType.CUDA:
-            found[e.name[:40]] += e.time_range.elapsed_us() / repeats / 1e3
-    return dict(found.most_common(12))
 
 
 def decode() -> None:
@@ -145,7 +104,7 @@ def decode() -> None:
         print(f"decode, gate per {kind}: {took:.4f} ms, byte floor {floor:.4f}, ratio {took / floor:.2f}", flush=True)
 
 
-def errors() -> None:
+def errors(sides: list[str]) -> None:
     """Relative RMS errors against float64 on the same bfloat16 inputs: output and every gradient."""
     from ejkernel.testing.compare import relative_rms
     from ejkernel.testing.delta_cases import BETA_KINDS, GATE_KINDS, KEY_KINDS, DeltaCase
@@ -160,7 +119,7 @@ def errors() -> None:
         )  # fmt: skip
         arrays, _ = case.arguments()
         want, do = case.expected(), jnp.asarray(case.weights()[0]).astype(jnp.bfloat16)
-        for label in ("ours", "fla"):
+        for label in sides:
             _, both, wait = SIDES[label](dict(arrays), do, None)
             wait(result := both())
             got = named(result)
@@ -178,19 +137,17 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="ours, kernel by kernel")
     parser.add_argument("--cfg", type=json.loads, help="fields of a configuration for ours, as JSON")
     parser.add_argument("--errors", action="store_true", help="errors against float64 instead of times")
-    parser.add_argument("--json", help="where the numbers go")
+    parser.add_argument("--json", help="where the numbers go: an object a line, as they are measured")
     options = parser.parse_args()
     if "fla" in options.sides:
-        from ejkernel.testing.flash_linear import tune_on_all_cores
-
         tune_on_all_cores()
     if options.errors:
-        errors()
+        errors(options.sides)
         return
     cfg = None if options.cfg is None else GatedDeltaRuleConfig(**{"schedule": "chunked", "block_q": 64, **options.cfg})
     if options.rows == [""]:
         decode()
-    results: list[dict[str, Any]] = []
+    lines = Lines(options.json)
     for name, kind in (row for row in ROWS if any(text in f"{row[0]} {row[1]};" for text in options.rows)):
         row: dict[str, Any] = {"shape": name, "gate": kind}
         first = None
@@ -201,8 +158,7 @@ def main() -> None:
                 forward, both, wait = make
                 row[side] = kernel_ms(forward, wait), kernel_ms(both, wait)
                 if options.kernels and side == "ours":
-                    for label, ms in kernels_ms(both, wait).items():
-                        print(f"    {label:40} {ms:.4f}", flush=True)
+                    print_kernels(both, wait)
                 result = named(both())
                 if first is None:
                     first = result
@@ -210,11 +166,8 @@ def main() -> None:
                     row[f"{side} differs by"] = max(float(difference(result[n], first[n])) for n in first if n in result)
             except Exception as problem:
                 print(f"{side} leaves out {name}, {kind}: {str(problem).splitlines()[0][:120]}", file=sys.stderr, flush=True)
-        results.append(row)
+        lines.add(**row)
         print(_line(row), flush=True)
-        if options.json:
-            with open(options.json, "w") as file:
-                json.dump({"rows": results}, file, indent=1)
 
 
 def _line(row: dict[str, Any]) -> str:

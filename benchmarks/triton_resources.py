@@ -109,14 +109,14 @@ def _gradient(arrays: Any, others: Any, function: Any) -> Any:
 def _call(name: str) -> tuple[Any, Any, Any]:
     """(the platform's function, what makes a problem of its arguments, arrays and others and options)."""
     from ejkernel.kernels._attention import AttentionProblem
-    from ejkernel.kernels._delta import delta_problem
+    from ejkernel.kernels._delta import DeltaProblem
     from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
     from ejkernel.kernels._triton import attention, gated_delta_rule, recurrent
 
     if name in ATTENTION_CALLS:
         return attention, AttentionProblem.from_arguments, attention_arguments(*ATTENTION_CALLS[name])
     if name in DELTA_CALLS:
-        return gated_delta_rule, delta_problem, (delta_arguments(*DELTA_CALLS[name]), {}, {})
+        return gated_delta_rule, DeltaProblem.from_arguments, (delta_arguments(*DELTA_CALLS[name]), {}, {})
     arrays = arguments(*CALLS.get(name, (("g", "gk", "gv", "g_gamma"), 128, 128, "bfloat16")))
     if name == "decode":
         arrays = {n: x if n == "g_gamma" else jax.ShapeDtypeStruct(_step(n, x.shape), x.dtype) for n, x in arrays.items()}

@@ -80,7 +80,7 @@ def main() -> None:
         "--seconds",
         type=float,
         default=20.0,
-        help="the longest that racing one call may take",
+        help="the longest that racing one call may take; twice, then four times as long where it did not get to all",
     )
     parser.add_argument("--jobs", type=int, default=15, help="processes that compile; 0: compile while racing")
     parser.add_argument("--forward", action="store_true", help="race the forward alone")

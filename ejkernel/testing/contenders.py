@@ -25,6 +25,7 @@ class Contender:
         absent: why it cannot run here; None when it can.
         name: as tables show it; a rival's is the one that its record has it under.
         platform: what this library was asked to run on; None for all others.
+        library: the distribution that it comes with, by the name that pip knows; None where that is JAX.
     """
 
     prepare: Callable[[str, Arrays], Callable[[jax.Array], Any]]
@@ -32,16 +33,17 @@ class Contender:
     absent: str | None = None
     name: str = ""
     platform: str | None = None
+    library: str | None = None
 
 
-def jitted(function: Callable[..., jax.Array], absent: str | None = None) -> Contender:
+def jitted(function: Callable[..., jax.Array], absent: str | None = None, library: str | None = None) -> Contender:
     """A function of arrays by name that gives the output, compiled by `jax.jit` and differentiated by JAX."""
 
     def prepare(direction: str, arrays: Arrays) -> Callable[[jax.Array], Any]:
         compiled = jax.jit(directed(function, direction))
         return lambda cotangent: compiled(arrays, cotangent)
 
-    return Contender(prepare, absent=absent)
+    return Contender(prepare, absent=absent, library=library)
 
 
 def fetched(result: Any, direction: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.testing.flash_linear import FlashLinear, forget_tuning
+from ejkernel.testing.flash_linear import FlashLinear
 
 
 class FlashDelta(FlashLinear):
@@ -30,11 +30,6 @@ class FlashDelta(FlashLinear):
             arrays: query, key, value, beta and g by the names of `gated_delta_rule`.
             skip_guard: as for `FlashLinear`.
         """
-        import fla.ops.delta_rule
-        import fla.ops.gated_delta_rule
-        import fla.ops.kda  # noqa: F401  # what is not imported yet cannot be told
-
-        forget_tuning()
         self._prepare(arrays, cotangent, cu_seqlens, skip_guard)
 
     def _run(self) -> Any:

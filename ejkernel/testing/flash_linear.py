@@ -6,16 +6,20 @@ Nothing here runs without torch, flash-linear-attention and an NVIDIA GPU; impor
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import gc
+import importlib
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel._device import default_device, describe
+from ejkernel.testing.contenders import Arrays, Contender
 
 _KERNELS = [set(), {"g"}, {"g_gamma"}, {"gk"}, {"gv"}, {"gk", "gv"}]
 _CONSTANT = "g_gamma"  # a constant of the layer there, without a gradient
@@ -112,14 +116,37 @@ class FlashLinear:
         torch.cuda.synchronize()
 
 
+def contender(make: type[FlashLinear], completed: Callable[[Arrays], Arrays]) -> Contender:
+    """flash-linear-attention on torch copies of the arrays; completed: with the gates that an operation adds by itself."""
+
+    def prepare(direction: str, arrays: Arrays) -> Callable[[jax.Array], Any]:
+        tune_on_all_cores()
+        forget_tuning()
+        value = arrays["value"]
+        shape = (*value.shape[:2], max(arrays["query"].shape[2], value.shape[2]), value.shape[3])
+        named = completed(arrays)
+        made: dict[int, FlashLinear] = {}
+
+        def run(cotangent: jax.Array) -> Any:
+            if id(cotangent) not in made:  # torch copies its arguments once, not in every call that is timed
+                made.clear()
+                made[id(cotangent)] = make(named, jnp.broadcast_to(cotangent, shape))
+            call = made[id(cotangent)]
+            return call.forward() if direction == "forward" else call.both()
+
+        return run
+
+    return Contender(prepare, FlashLinear.wait, missing(), library="flash-linear-attention")
+
+
 def forget_tuning() -> None:
     """Clears what every Triton autotuner in the process has learnt, and keeps it from reading what it wrote to disk.
 
     Flash-linear-attention's autotuners store their choice by channels and heads, not by length or batch: without this a shape
     runs with the tiles that were best for another one.
     """
-    import fla.ops.gla
-    import fla.ops.simple_gla  # noqa: F401  # what is not imported yet cannot be told
+    for kind in ("gla", "simple_gla", "delta_rule", "gated_delta_rule", "kda"):  # what is not imported yet cannot be told
+        importlib.import_module(f"fla.ops.{kind}")
     from triton.runtime.autotuner import Autotuner
 
     for thing in gc.get_objects():
@@ -128,6 +155,7 @@ def forget_tuning() -> None:
             thing.cache_results = False
 
 
+@functools.cache  # once in a process
 def tune_on_all_cores() -> None:
     """Lets Triton's autotuners, which flash-linear-attention uses, compile candidates in parallel and time each for 10 ms."""
     from triton.backends.nvidia.driver import CudaDriver

@@ -92,6 +92,7 @@ class Record(Generic[S]):
         options: what a measured call has beside its arrays; with these `operation` must give the output alone.
         legal_gates: the gates that a shape of this operation may name.
         gates: the gates that it is measured with when none are named.
+        key_gate: the argument that a gate per key channel, `gk` in a shape, goes in by.
         rivals: who is measured against it: what makes the contender from the record, by name. The first is what people have
             without this library.
     """
@@ -101,6 +102,7 @@ class Record(Generic[S]):
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     legal_gates: tuple[str, ...] = ()
     gates: tuple[str, ...] = ()
+    key_gate: str = "gk"
     rivals: Mapping[str, Callable[[Any], Contender]] = dataclasses.field(default_factory=dict)
 
     # What it is called, and where its implementations are
@@ -152,6 +154,8 @@ class Record(Generic[S]):
             raise ValueError(
                 f"{self.name} takes {legal}; got {', '.join(wrong)} in {text!r}. Write :none for a call without gates."
             )
+        if self.key_gate == "g" and {"g", "gk"} <= set(getattr(sizes, "gates", ())):
+            raise ValueError(f"{self.name} takes g (per head) or gk (per key channel), which are one argument; got {text!r}.")
         if sizes.dtype == "float64" and jax.dtypes.canonicalize_dtype("float64").itemsize != 8:
             raise ValueError(f"float64 needs 64-bit numbers in JAX: set JAX_ENABLE_X64=1; got {text!r}.")
         return sizes
@@ -224,10 +228,14 @@ class HeadsRecord(Record[Shape]):
         return Shape.parse(text, gates, dtype)
 
     def abstract(self, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
-        return shape.abstract()
+        return self.by_argument(shape.abstract())
 
     def arrays(self, shape: Shape, strong_gates: bool = False) -> dict[str, jax.Array]:
-        return shape.arrays(strong_gates)
+        return self.by_argument(shape.arrays(strong_gates))
+
+    def by_argument(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """The arrays of a shape by the operation's own arguments."""
+        return {self.key_gate if name == "gk" else name: array for name, array in arrays.items()}
 
     def output(self, shape: Shape) -> jax.ShapeDtypeStruct:
         return shape.output()

@@ -1,6 +1,6 @@
 """Shapes of attention calls, written as text: what tests, benchmarks and tuning share.
 
-    BxTxHxKxV[:gates][:dtype]        2x4096x4x64x64, 8x2048x16/4x128x128:g4:bfloat16
+    BxTxHxKxV[:gates][:dtype]        2x4096x4x64x64, 8x2048x16/4x128x128:gk:bfloat16
     BxTxHxD[:gates][:dtype]          K = V = D
 
 Grouped heads are `H/Hkv`; gates are joined by `+`, or `none`.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,8 +19,24 @@ import jax.numpy as jnp
 from ejkernel.kernels._linear.gates import ARGUMENTS, CONSTANT, GATES
 from ejkernel.kernels._linear.random import gate
 
+NAMES = tuple(name for name in GATES if name != "g4")  # an operation that takes `gk` as its `g` says so in its record
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+SHORT = {"f32": "float32", "fp32": "float32", "bf16": "bfloat16", "f16": "float16", "fp16": "float16", "half": "float16"}
 _SIZES = re.compile(r"(\d+)x(\d+)x(\d+)(?:/(\d+))?x(\d+)(?:x(\d+))?")
+
+
+def dtype_hint(words: Iterable[str]) -> str:
+    """The whole names of dtypes that came by a short one, as the end of an error's text.
+
+    >>> dtype_hint(["bf16", "gk"])
+    ' bf16 is bfloat16 here.'
+    """
+    return "".join(f" {word} is {SHORT[word]} here." for word in words if word in SHORT)
+
+
+def gate_hint(words: Iterable[str]) -> str:
+    """What `g4`, the name that test cases have for a g per key channel, is in a shape; as the end of an error's text."""
+    return " g4, a g per key channel, is gk here." if "g4" in words else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +45,7 @@ class Shape:
 
     Attributes:
         batch, time, heads, key_channels, value_channels: B, T, H, K, V.
-        gates: any of g (per head), g4 (`g` per key channel), g_gamma, gk, gv.
+        gates: any of g (per head), g_gamma, gk (per key channel), gv (per value channel).
         dtype: of every array.
         kv_heads: Hkv; None: as many as `heads`.
         name: what people call it.
@@ -57,20 +74,18 @@ class Shape:
                 raise ValueError(f"{name} of a shape must be at least 1; got {getattr(self, name)}.")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise ValueError(f"kv_heads must divide heads; got {self.heads}/{self.kv_heads}.")
-        for kind, given, legal in (("gate", self.gates, GATES), ("dtype", (self.dtype,), DTYPES)):
+        for kind, given, legal in (("gate", self.gates, NAMES), ("dtype", (self.dtype,), DTYPES)):
             if wrong := [item for item in given if item not in legal]:
                 raise ValueError(f"{kind} must be one of {', '.join(legal)}; got {', '.join(map(repr, wrong))}.")
-        if {"g", "g4"} <= set(self.gates):
-            raise ValueError("gates must not have both g and g4: they are one argument, per head or per key channel.")
 
     @classmethod
     def parse(cls, text: str, gates: tuple[str, ...] = (), dtype: str = "float32") -> Shape:
         """The shape that a text means; `gates` and `dtype` where the text has none. ValueError says what is legal."""
         sizes, *rest = text.strip().split(":")
         dtypes, named = ([part for part in rest if (part in DTYPES) is is_dtype] for is_dtype in (True, False))
-        if wrong := [one for part in named if part != "none" for one in part.split("+") if one not in GATES]:
-            legal = f"gate must be one of {', '.join(GATES)}, and a dtype one of {', '.join(DTYPES)}"
-            raise ValueError(f"{legal}; got {', '.join(map(repr, wrong))} in {text!r}.")
+        if wrong := [one for part in named if part != "none" for one in part.split("+") if one not in NAMES]:
+            legal = f"gate must be one of {', '.join(NAMES)}, and a dtype one of {', '.join(DTYPES)}"
+            raise ValueError(f"{legal}; got {', '.join(map(repr, wrong))} in {text!r}.{dtype_hint(wrong)}{gate_hint(wrong)}")
         found = _SIZES.fullmatch(sizes)
         if found is None or len(dtypes) > 1 or len(named) > 1:
             raise ValueError(f"a shape must be BxTxHxKxV or BxTxHxD, then :gates and :dtype if any; got {text!r}.")

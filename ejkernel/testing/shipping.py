@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,17 @@ def invocations(arrays: Arrays) -> list[Invocation]:
 
 
 def tune_call(arrays: Arrays, tuner: Tuner, forward_only: bool, cache: ConfigCache) -> dict[str, Any]:
-    """Races one call's candidates, stores the winner for every operation that makes the call, and gives the record."""
+    """Races one call's candidates, stores the winner for every operation that makes the call, and gives the record.
+
+    Where the time ended before all were timed, they race again with twice the time, and once more with four times.
+    """
     first, *others = invocations(arrays)
     tuned = tuner.tune(first, validate_backward=not forward_only)
+    for times in (2, 4):
+        if not tuned.complete:
+            patient = copy.copy(tuner)
+            patient.max_seconds, patient.candidate_seconds = times * tuner.max_seconds, times * tuner.candidate_seconds
+            tuned = patient.tune(first, validate_backward=not forward_only)
     cache.put(first.key, tuned.config, tuned.record)
     for inv in others:
         assert inv.kernel._config_cls is not None

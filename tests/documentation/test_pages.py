@@ -11,7 +11,12 @@ import pytest
 from ejkernel._device import backend_of, default_device
 from tests.documentation.pages import PAGES, ROOT, blocks, run_page
 
-WITH_CODE = [page for page in PAGES if any(block.info == "python" for block in blocks(page))]
+LONG = ("layers.md",)  # pages that train something
+WITH_CODE = [
+    pytest.param(page, marks=[pytest.mark.long] if page.name in LONG else [])
+    for page in PAGES
+    if any(block.info == "python" for block in blocks(page))
+]
 NOT_RUN = [(page, block) for page in PAGES for block in blocks(page) if block.reason is not None]
 LANGUAGES = {"python", "sh", "text", "{.python .no-run}"}
 
@@ -73,8 +78,18 @@ def configuration(names, shown):
     assert "gla" in shown
 
 
+def layers(names, shown):
+    first, last = map(float, shown.split()[-3::2])
+    assert last < first - 1
+
+
+def limits(names, shown):
+    assert "g is 0.7311 at [0, 0, 0, 0]" in shown
+
+
 def index(names, shown):
     assert printed("index.md") in shown
 
 
-CHECKS = {f"{check.__name__}.md": check for check in (own_kernel, attention, adding_platform, platforms, configuration, index)}
+CHECKED = (own_kernel, attention, adding_platform, platforms, configuration, layers, limits, index)
+CHECKS = {f"{check.__name__}.md": check for check in CHECKED}

@@ -27,8 +27,22 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
         linked = re.findall(r"<link[^>]*\shref=\"?(?:https?:)?//[^\s\">]+", html)
         assert not loaded + linked, f"{page.name}: {loaded + linked}"
         assert "--8<--" not in html, page.name
+        assert "\\|" not in html, f"{page.name}: a table shows the backslash of `\\|`"
     styles = "".join(file.read_text(encoding="utf-8") for file in tmp_path.rglob("*.css"))
     assert not re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", styles)
+    says_what_it_is((tmp_path / "api.html").read_text(encoding="utf-8"))
+
+
+def says_what_it_is(api: str) -> None:
+    """Every entry begins with a sentence, and what it returns is one item, however many lines that takes."""
+    entry = r'<h\d id="([\w.]+)" class="doc doc-heading">(?:(?!<h\d ).)*?<div class="doc doc-contents[^>]*>\s*<p>(.{12})'
+    entries = dict(re.findall(entry, api, re.DOTALL))
+    assert len(entries) > 100
+    bare = [name for name, first in entries.items() if first == "<span class=" and not name.endswith("__init__")]
+    assert not bare, "sections without a sentence before them"
+    returned = re.findall(r"Returns:</span></p>\s*<ul>(.*?)</ul>", api, re.DOTALL)
+    assert returned
+    assert all(items.count("<li") == 1 for items in returned)
 
 
 def test_the_drawings_are_what_the_program_draws():

@@ -1,0 +1,195 @@
+"""A training step of a gated-linear-attention block on a GPU: on the triton platform and on jax-linear-attention, in one run.
+
+    python -m benchmarks.gla_block_gpu [--batch 8] [--sides ours jla] [--json block.jsonl] [--kernels]
+    python -m benchmarks.gla_block_gpu --plot block.jsonl picture.png
+    python -m benchmarks.gla_block_gpu --tiny                            tries the script, on any device
+
+The block: RMS norm; projections to query, key, value, an output gate and, over 16 channels, the log decays; gated linear
+attention in bfloat16 with 24 heads of 128 at T = 4096; RMS norm of each head, the output gate, the output projection, the
+residual. The step: the loss, the gradient of every parameter, an update of them in float32; with `jax.checkpoint` around the
+block, or without, when what the backward pass needs is kept. Both sides run the same step but for the attention itself.
+
+Times are kernel times (see `kernel_times`). The attention's part is measured on the attention alone, with the block's shapes:
+forward and backward, with `jax.checkpoint` one more forward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.kernel_times import Lines, difference, jitted, kernel_ms, print_kernels, read_lines
+from ejkernel.modules import recurrent_attention
+from ejkernel.testing import jax_linear
+
+Attend = Callable[..., jax.Array]  # of query, key, value [B, T, H, D] and gk by name
+Parameters = dict[str, jax.Array]
+LOW_RANK = 16  # channels that the log decays are projected over
+RATE = 1e-3
+NAMES = {"ours": "ejkernel", "jla": "jax-linear-attention"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a block; its width is that of all heads."""
+
+    batch: int
+    time: int = 4096
+    heads: int = 24
+    channels: int = 128
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.channels
+
+    @property
+    def rows(self) -> tuple[int, int, int, int]:
+        return self.batch, self.time, self.heads, self.channels
+
+
+def parameters(sizes: Sizes) -> Parameters:
+    D, keys = sizes.width, iter(jax.random.split(jax.random.key(0), 8))
+    matrix = lambda n, m: jax.random.normal(next(keys), (n, m), jnp.float32) / math.sqrt(n)
+    found = {name: matrix(D, D) for name in ("query", "key", "value", "gate", "output")}
+    return found | {
+        "decay_in": matrix(D, LOW_RANK), "decay_out": matrix(LOW_RANK, D), "norm": jnp.ones(D),
+        "head_norm": jnp.ones(sizes.channels),
+    }  # fmt: skip
+
+
+def rms_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6) * weight).astype(x.dtype)
+
+
+def block(attend: Attend, sizes: Sizes, weights: Parameters, x: jax.Array) -> jax.Array:
+    """[B, T, width] to the same."""
+    w = {name: p.astype(jnp.bfloat16) for name, p in weights.items() if p.ndim == 2}
+    y = rms_norm(x, weights["norm"])
+    query, key, value = ((y @ w[name]).reshape(sizes.rows) for name in ("query", "key", "value"))
+    gk = jax.nn.log_sigmoid(y @ w["decay_in"] @ w["decay_out"]).reshape(sizes.rows) / 16
+    o = rms_norm(attend(query=query, key=key, value=value, gk=gk), weights["head_norm"])
+    return x + (o.reshape(x.shape) * jax.nn.silu(y @ w["gate"])) @ w["output"]
+
+
+def step_of(attend: Attend, sizes: Sizes, checkpoint: bool) -> Callable[[Parameters, jax.Array], tuple[Parameters, jax.Array]]:
+    """(parameters, x) to (new parameters, loss)."""
+    run: Callable[..., jax.Array] = functools.partial(block, attend, sizes)
+    if checkpoint:
+        run = jax.checkpoint(run)
+
+    def loss(weights: Parameters, x: jax.Array) -> jax.Array:
+        return jnp.mean(run(weights, x).astype(jnp.float32) ** 2)
+
+    @jax.jit
+    def step(weights: Parameters, x: jax.Array) -> tuple[Parameters, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(weights, x)
+        return jax.tree.map(lambda p, g: p - RATE * g, weights, grads), value
+
+    return step
+
+
+def ours(tiny: bool) -> Attend:
+    if tiny:
+        return recurrent_attention
+    from ejkernel.kernels._triton import recurrent
+
+    return lambda **arrays: recurrent(**arrays)[0]
+
+
+def attention_ms(attend: Attend, sizes: Sizes) -> tuple[float, float]:
+    """(forward, forward + backward) of the attention alone, on arrays as the block makes them."""
+    keys = jax.random.split(jax.random.key(1), 5)
+    normal = lambda key: jax.random.normal(key, sizes.rows, jnp.float32).astype(jnp.bfloat16)
+    arrays = {name: normal(key) for name, key in zip(("query", "key", "value", "gk"), keys, strict=False)}
+    arrays["gk"] = jax.nn.log_sigmoid(arrays["gk"]) / 16
+    forward, both, wait = jitted(lambda arrays: attend(**arrays), arrays, normal(keys[4]))
+    return kernel_ms(forward, wait), kernel_ms(both, wait)
+
+
+def measured(side: str, attend: Attend, sizes: Sizes, kernels: bool) -> list[tuple[dict[str, Any], Parameters]]:
+    """A row for each way, with the parameters after one step."""
+    forward, both = attention_ms(attend, sizes)
+    weights = parameters(sizes)
+    x = jax.random.normal(jax.random.key(2), (sizes.batch, sizes.time, sizes.width), jnp.float32).astype(jnp.bfloat16)
+    found = []
+    for checkpoint in (False, True):
+        step = step_of(attend, sizes, checkpoint)
+        call = functools.partial(step, weights, x)
+        row = {
+            "side": side, "checkpoint": checkpoint, "step": kernel_ms(call, jax.block_until_ready),
+            "attention": both + forward * checkpoint, "sizes": dataclasses.asdict(sizes),
+        }  # fmt: skip
+        if kernels:
+            print_kernels(call, jax.block_until_ready)
+        found.append((row, call()[0]))
+    return found
+
+
+def apart(mine: Parameters, theirs: Parameters, before: Parameters) -> float:
+    """The largest relative RMS difference between two sides' updates."""
+    return max(float(difference(theirs[n] - before[n], mine[n] - before[n])) for n in before)
+
+
+def plot(source: str, target: str) -> None:
+    """A bar for each row: the attention's part of the step, and the rest."""
+    import matplotlib.pyplot as plt
+
+    rows = read_lines(source)
+    figure, axes = plt.subplots(figsize=(9, 0.55 * len(rows) + 1.4), layout="constrained")
+    colours = {"ours": "tab:blue", "jla": "tab:orange"}
+    for place, row in enumerate(rows):
+        axes.barh(place, row["attention"], color=colours[row["side"]])
+        axes.barh(place, row["step"] - row["attention"], left=row["attention"], color="0.85")
+        share = f"{row['attention']:.2f} ms, {row['attention'] / row['step']:.0%} of {row['step']:.2f}"
+        axes.annotate(share, (row["step"], place), (5, 0), textcoords="offset points", va="center", fontsize=9)
+    way = {True: "jax.checkpoint", False: "all kept"}
+    axes.set_yticks(range(len(rows)), [f"{NAMES[row['side']]}, {way[row['checkpoint']]}" for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(right=1.3 * max(row["step"] for row in rows))
+    axes.set_xlabel("ms of kernels in a training step; coloured: the attention, grey: projections, norms, update")
+    size = rows[0]["sizes"]
+    shape = f"B = {size['batch']}, T = {size['time']}, {size['heads']} heads of {size['channels']}"
+    axes.set_title(f"A GLA block, {shape}, {rows[0]['device']}", fontsize=10)
+    figure.savefig(target, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sides", nargs="+", default=list(NAMES), choices=list(NAMES))
+    parser.add_argument("--json", help="where the numbers go: an object a line, as they are measured")
+    parser.add_argument("--kernels", action="store_true", help="the longest kernels of each step")
+    parser.add_argument("--tiny", action="store_true", help="64 tokens, ours on any platform: to try this script")
+    parser.add_argument("--plot", nargs=2, metavar=("RESULTS", "PICTURE"), help="draw a picture of earlier results")
+    options = parser.parse_args()
+    if options.plot:
+        plot(*options.plot)
+        return
+    sizes = Sizes(1, 64, 2, 16) if options.tiny else Sizes(options.batch)
+    lines, mine = Lines(options.json), None
+    print("| side | jax.checkpoint | step, ms | attention, ms | its part | updates differ from ours by |\n" + "|---" * 6 + "|")
+    for side in options.sides:
+        if side == "jla" and (reason := jax_linear.missing()) is not None:
+            print(f"jla is left out: {reason}", file=sys.stderr)
+            continue
+        attend = ours(options.tiny) if side == "ours" else jax_linear.linear()
+        for row, updated in measured(side, attend, sizes, options.kernels):
+            mine = updated if mine is None else mine
+            row["differs by"] = apart(mine, updated, parameters(sizes))
+            lines.add(**row)
+            part = f"{row['attention'] / row['step']:.0%} | {row['differs by']:.1e}"
+            on = "on" if row["checkpoint"] else "off"
+            print(f"| {side} | {on} | {row['step']:.3f} | {row['attention']:.3f} | {part} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
