@@ -13,10 +13,12 @@ def page(text: str) -> str:
     from ejkernel.kernels._triton.attention import _table as attention
     from ejkernel.kernels._triton.gated_delta_rule import _table as delta
     from ejkernel.kernels._triton.linear import _launches as linear
+    from ejkernel.testing import tpu_routes
 
     before, _, following = text.partition(BEGIN)
     families = {"Linear attention": linear, "The delta rule": delta, "Softmax attention": attention}
-    tables = "\n".join(f"## {title}\n\n{family.table()}" for title, family in families.items())
+    on_triton = "\n".join(f"### {title}\n\n{family.table()}" for title, family in families.items())
+    tables = f"## On Triton\n\n{on_triton}\n## On TPUs\n\n{tpu_routes.table()}"
     return f"{before}{BEGIN}\n{tables}\n{END}{following.partition(END)[2]}"
 
 

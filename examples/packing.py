@@ -9,6 +9,7 @@ all documents lie in one row, and `cu_seqlens` says where each begins: the state
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from pydoc_data.topics import topics
@@ -115,4 +116,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # it has no options, and says so when asked
     main()
