@@ -29,22 +29,23 @@ def _settings() -> dict[str, Any]:
 AT_START = _settings()
 
 
-def _changed() -> str:
+def _changed(before: dict[str, Any]) -> str:
     """The settings that are not what they were, as text; empty where none is."""
     now = _settings()
-    return ", ".join(f"{name}={now[name]!r}" for name in AT_START if now[name] != AT_START[name])
+    return ", ".join(f"{name}={now[name]!r}" for name in before if now[name] != before[name])
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """Collecting doctests imports every file, programs too: what an import changes would hold for all tests after it."""
-    if changed := _changed():
+    if changed := _changed(AT_START):
         raise pytest.UsageError(f"{report.nodeid} changes JAX's settings when it is imported: {changed}.")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def settings_stay() -> Iterator[None]:
+    before = _settings()
     yield
-    assert not _changed(), f"A test of this module left JAX's settings changed: {_changed()}."
+    assert not (changed := _changed(before)), f"A test of this module left JAX's settings changed: {changed}."
 
 
 # With `--few` these run every test, by one case each; every other module runs a sample of its tests.

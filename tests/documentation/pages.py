@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "examples").glob("*.md")]
@@ -47,11 +50,17 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run_page(page: Path, monkeypatch: Any) -> dict[str, Any]:
-    """Runs the Python blocks of a page in order, in one module, and gives its names."""
+    """Runs the Python blocks of a page in order, in one module, and gives its names. JAX's settings are then as before."""
     module = types.ModuleType(f"page_{page.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # classes defined on the page look for it
-    for block in blocks(page):
-        if block.info == "python" and block.reason is None:
-            code = "\n" * (block.line - 1) + block.code  # so that a traceback names the page's own line
-            exec(compile(code, str(page), "exec", dont_inherit=True), vars(module))
+    before = dict(jax.config.values)
+    try:
+        for block in blocks(page):
+            if block.info == "python" and block.reason is None:
+                code = "\n" * (block.line - 1) + block.code  # so that a traceback names the page's own line
+                exec(compile(code, str(page), "exec", dont_inherit=True), vars(module))
+    finally:
+        for name in [name for name, value in before.items() if jax.config.values[name] != value]:
+            jax.config.update(name, before[name])
+        compilation_cache.reset_cache()  # it keeps the folder of its first use
     return vars(module)
