@@ -23,46 +23,9 @@ from benchmarks.kernel_times import BANDWIDTH, Arrays, Calls, Lines, difference,
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._triton import gated_delta_rule
 from ejkernel.testing import jax_linear
+from ejkernel.testing.delta_gpu import ROWS, inputs
 from ejkernel.testing.flash_delta import FlashDelta
 from ejkernel.testing.flash_linear import forget_tuning, tune_on_all_cores
-from ejkernel.testing.linear_gpu import LENGTHS
-
-SHAPES = {  # B, T, Hk, H, K, V
-    "8x2048x16x128x128": (8, 2048, 16, 16, 128, 128),
-    "1x16384x16x128x128": (1, 16384, 16, 16, 128, 128),
-    "4x4096x16/32x128x128": (4, 4096, 16, 32, 128, 128),
-    "4x4096x32x64x64": (4, 4096, 32, 32, 64, 64),
-    "packed 32768x16x128x128": (1, 32768, 16, 16, 128, 128),
-}
-GROUPED = "4x4096x16/32x128x128"
-ALONE = "4x4096x32x128x128"  # the same with a key head for each value head
-ROWS = [
-    *((name, "head") for name in SHAPES),
-    *((name.replace(GROUPED, ALONE), "channel") for name in SHAPES),
-    ("8x2048x16x128x128", "none"),
-    ("8x2048x16x128x128", "head, strong"),
-    ("8x2048x16x128x128", "channel, strong"),
-]
-
-
-def inputs(name: str, kind: str) -> tuple[Arrays, jax.Array, np.ndarray | None]:
-    """(arrays, adjoint of the output, cu_seqlens). Query and key have length 1; strong: every chunk has resets."""
-    B, T, Hk, H, K, V = (4, 4096, 32, 32, 128, 128) if name == ALONE else SHAPES[name]
-    keys = iter(jax.random.split(jax.random.key(0), 8))
-    normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.float32)
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-    arrays = {"query": unit(normal(B, T, Hk, K)), "key": unit(normal(B, T, Hk, K)), "value": normal(B, T, H, V)}
-    arrays = {n: x.astype(jnp.bfloat16) for n, x in arrays.items()}
-    arrays["beta"] = jax.nn.sigmoid(normal(B, T, H)).astype(jnp.bfloat16)
-    if "head" in kind:
-        arrays["g"] = jax.nn.log_sigmoid(normal(B, T, H)) / 4
-    if "channel" in kind:
-        arrays["g"] = (jax.nn.log_sigmoid(normal(B, T, H, K)) / 16).astype(jnp.bfloat16)
-    if "strong" in kind:
-        arrays["g"] = jnp.where(normal(*arrays["g"].shape) > 1.6, jnp.asarray(-1e4, arrays["g"].dtype), arrays["g"])
-    do = normal(B, T, H, V).astype(jnp.bfloat16)
-    cu = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int32) if name.startswith("packed") else None
-    return arrays, do, cu
 
 
 def ours(arrays: Arrays, do: jax.Array, cu: np.ndarray | None, cfg: GatedDeltaRuleConfig | None = None) -> Calls:

@@ -1,13 +1,12 @@
-"""Tunes the linear operations on the GPU at hand and writes the winners as the package ships them.
+"""Tunes the recurrences on the GPU at hand and writes the winners as the package ships them.
 
-    python -m benchmarks.tune_gpu [--rows TEXT] [--seconds 20] [--jobs 15] [--forward] [--out FILE]
+    python -m benchmarks.tune_gpu [--of linear delta] [--rows TEXT] [--seconds 20] [--jobs 15] [--forward] [--out FILE]
 
-The calls are those of benchmarks.linear_attention_gpu and a decode step. Kernels of all candidates are compiled first, by
-`--jobs` processes into Triton's cache; then the library's tuner races the candidates, call by call, forward and backward
-together (a configuration is stored per call, whether or not it is differentiated), the decode step forward only. `--forward`
-races the forward of all, to see what that would choose; it writes only where `--out` says. Without `--out` the file is
-ejkernel/ops/defaults/<device>.json; entries of other calls in it stay. Racing takes two minutes on an H200, compiling with 16
-cores about as long; `--rows` does it in parts.
+The calls are those of benchmarks.linear_attention_gpu and benchmarks.delta_rule_gpu, and steps of decoding. Kernels of all
+candidates are compiled first, by `--jobs` processes into Triton's cache; then the library's tuner races the candidates, call by
+call, forward and backward together (a configuration is stored per call, whether or not it is differentiated), steps of decoding
+forward only. `--forward` races the forward of all, to see what that would choose; it writes only where `--out` says. Without
+`--out` the file is ejkernel/ops/defaults/<device>.json; entries of other calls in it stay. `--rows` does it in parts.
 """
 
 from __future__ import annotations
@@ -15,55 +14,77 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from ejkernel.kernels._linear import LinearConfig
-from ejkernel.ops import ConfigCache, Tuner
+from ejkernel.ops import ConfigCache, Invocation, Tuner
 from ejkernel.ops.config.codec import to_fields
 from ejkernel.ops.config.shipped import FOLDER, device_name
 from ejkernel.ops.key import device_kind
-from ejkernel.testing.linear_gpu import calls
-from ejkernel.testing.shipping import Arrays, problem_of, tune_call, write
+from ejkernel.testing import delta_gpu, linear_gpu
+from ejkernel.testing.shipping import Arrays, delta_invocations, invocations, tune_call, write
+
+
+class Family(NamedTuple):
+    """What is tuned of a family: its calls, as shapes by name, and how the operations make one."""
+
+    calls: Callable[[], dict[str, Arrays]]
+    invocations: Callable[[Arrays], list[Invocation]]
+    function: str  # the platform-level one
+
+
+FAMILIES = {
+    "linear": Family(linear_gpu.calls, invocations, "recurrent"),
+    "delta": Family(delta_gpu.calls, delta_invocations, "gated_delta_rule"),
+}
+
+
+class Call(NamedTuple):
+    """One call: arrays as shapes, the operations that make it, the platform-level function, whether gradients are left out."""
+
+    arrays: Arrays
+    invocations: list[Invocation]
+    function: str
+    forward_only: bool
 
 
 def _on_cpu() -> None:
     jax.config.update("jax_platforms", "cpu")  # the GPU belongs to the process that measures
 
 
-def compile_candidate(arrays: Arrays, cfg: LinearConfig, capability: int, forward_only: bool) -> int:
+def compile_candidate(function: str, arrays: Arrays, cfg: Any, capability: int, forward_only: bool) -> int:
     """Compiles what one candidate launches into Triton's cache; gives the number of kernels."""
     from benchmarks.triton_resources import kernels_of
-    from ejkernel.kernels._triton import recurrent
+    from ejkernel.kernels import _triton
 
     cu_seqlens = arrays.get("cu_seqlens")
     floats = {name: x for name, x in arrays.items() if name != "cu_seqlens"}
+    solve = getattr(_triton, function)
 
     def run(floats: Arrays, cu_seqlens: Any) -> Any:
-        function = lambda floats: recurrent(**floats, cu_seqlens=cu_seqlens, cfg=cfg)
+        solved = lambda floats: solve(**floats, cu_seqlens=cu_seqlens, cfg=cfg)
         if forward_only:
-            return function(floats)
-        out, pull = jax.vjp(function, floats)
+            return solved(floats)
+        out, pull = jax.vjp(solved, floats)
         return out, pull(out)
 
     return len(kernels_of(run, (floats, cu_seqlens), capability))
 
 
-def compile_all(chosen: dict[str, Arrays], capability: int, jobs: int, forward_only: bool) -> None:
+def compile_all(chosen: dict[str, Call], capability: int, jobs: int) -> None:
     """Compiles every candidate of every call, `jobs` at a time. One that does not compile is reported here, and again by the
     tuner, which rejects it."""
-    from ejkernel.kernels._triton.linear._platform import TritonLinear
-
     begin, count = time.monotonic(), 0
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_on_cpu) as pool:
         waiting = {
-            pool.submit(compile_candidate, arrays, cfg, capability, forward_only): (name, cfg)
-            for name, arrays in chosen.items()
-            for cfg in TritonLinear().candidates(problem_of(arrays))
+            pool.submit(compile_candidate, call.function, call.arrays, cfg, capability, call.forward_only): (name, cfg)
+            for name, call in chosen.items()
+            for cfg in call.invocations[0].kernel.candidate_cfgs(call.invocations[0])
         }
         for done in as_completed(waiting):
             if (error := done.exception()) is not None:
@@ -73,8 +94,22 @@ def compile_all(chosen: dict[str, Arrays], capability: int, jobs: int, forward_o
     print(f"compiled {count} kernels of {len(waiting)} candidates in {time.monotonic() - begin:.0f} s", flush=True)
 
 
+def chosen_calls(options: argparse.Namespace) -> dict[str, Call]:
+    """The calls that are asked for, by family and name."""
+    return {
+        f"{label}: {name}": Call(
+            arrays, family.invocations(arrays), family.function, options.forward or name.startswith("decode")
+        )
+        for label, family in FAMILIES.items()
+        if label in options.of
+        for name, arrays in family.calls().items()
+        if options.rows in name
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--of", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), help="whose calls")
     parser.add_argument("--rows", default="", help="only calls whose name contains this")
     parser.add_argument(
         "--seconds",
@@ -89,15 +124,15 @@ def main() -> None:
     device = jax.devices()[0]
     if device.platform != "gpu":
         parser.error(f"this tunes for NVIDIA GPUs; JAX has {device}")
-    chosen = {name: arrays for name, arrays in calls().items() if options.rows in name}
+    chosen = chosen_calls(options)
     if options.jobs:
         capability = int(device.compute_capability.replace(".", ""))
-        compile_all(chosen, capability, options.jobs, options.forward)
+        compile_all(chosen, capability, options.jobs)
     file = options.out or (None if options.forward else FOLDER / f"{device_name(device_kind(device))}.json")
     tuner, cache = Tuner(warmup=2, iters=7, max_seconds=options.seconds, candidate_seconds=options.seconds / 2), ConfigCache()
     print("| call | heuristic ms | winner ms | gain | fields that differ |\n|---|---|---|---|---|")
-    for name, arrays in chosen.items():
-        record = tune_call(arrays, tuner, options.forward, cache)
+    for name, call in chosen.items():
+        record = tune_call(call.invocations, tuner, call.forward_only, cache)
         differing = {n: x for n, x in to_fields(record["config"]).items() if x != record["heuristic"][n]}
         slow, fast = record["heuristic_seconds"] * 1e3, record["seconds"] * 1e3
         print(f"| {name} | {slow:.3f} | {fast:.3f} | {1 - fast / slow:.0%} | {differing or '-'} |", flush=True)

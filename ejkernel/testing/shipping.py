@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ejkernel.kernels._linear import LinearProblem
 from ejkernel.kernels._linear.config import RecurrenceConfig
 from ejkernel.kernels._linear.gates import ARGUMENTS
 from ejkernel.kernels._linear.operations import recurrent
-from ejkernel.modules import GLAttention, LightningAttention, RecurrentAttention
+from ejkernel.modules import GatedDeltaRule, GLAttention, LightningAttention, RecurrentAttention
 from ejkernel.ops import ConfigCache, Invocation, Tuner
 from ejkernel.ops.config import shipped
 from ejkernel.ops.config.codec import from_fields, to_fields
@@ -23,6 +23,13 @@ Arrays = dict[str, Any]
 
 class TritonRecurrent(RecurrentAttention):
     """`recurrent_attention` with the triton platform's candidates alone: the others are known to be slower at these sizes."""
+
+    def candidate_cfgs(self, inv: Invocation) -> Iterable[RecurrenceConfig]:
+        return [cfg for cfg in super().candidate_cfgs(inv) if cfg.platform == "triton"]
+
+
+class TritonDeltaRule(GatedDeltaRule):
+    """`gated_delta_rule` likewise."""
 
     def candidate_cfgs(self, inv: Invocation) -> Iterable[RecurrenceConfig]:
         return [cfg for cfg in super().candidate_cfgs(inv) if cfg.platform == "triton"]
@@ -45,12 +52,17 @@ def invocations(arrays: Arrays) -> list[Invocation]:
     return found
 
 
-def tune_call(arrays: Arrays, tuner: Tuner, forward_only: bool, cache: ConfigCache) -> dict[str, Any]:
-    """Races one call's candidates, stores the winner for every operation that makes the call, and gives the record.
+def delta_invocations(arrays: Arrays) -> list[Invocation]:
+    """The call as `gated_delta_rule` makes it."""
+    return [Invocation.of(TritonDeltaRule(), **arrays)]
+
+
+def tune_call(call: Sequence[Invocation], tuner: Tuner, forward_only: bool, cache: ConfigCache) -> dict[str, Any]:
+    """Races the candidates of a call's first invocation, stores the winner for all of them, and gives the record.
 
     Where the time ended before all were timed, they race again with twice the time, and once more with four times.
     """
-    first, *others = invocations(arrays)
+    first, *others = call
     tuned = tuner.tune(first, validate_backward=not forward_only)
     for times in (2, 4):
         if not tuned.complete:

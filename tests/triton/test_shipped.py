@@ -25,7 +25,7 @@ from ejkernel.ops.config import shipped
 from ejkernel.ops.config.codec import from_fields
 from ejkernel.ops.config.shipped import HEURISTIC, read
 from ejkernel.ops.tuner import OUT_OF_TIME, Tuned
-from ejkernel.testing import linear_gpu, shipping
+from ejkernel.testing import delta_gpu, linear_gpu, shipping
 
 CLASSES = {kernel.op_id: kernel._config_cls for kernel in (RecurrentAttention, GLAttention, LightningAttention)}
 H200 = Device("gpu", "NVIDIA H200", 90)
@@ -44,7 +44,7 @@ def written(tmp_path, monkeypatch, on_h200):
     monkeypatch.setattr(Tuner, "tune", lambda self, inv, validate_backward: Tuned(config, {"time": "2026"}))
     cache = ConfigCache()
     for name in ("8x2048x16x128x128 gk", "packed 32768x16x128x128 g_gamma"):
-        shipping.tune_call(linear_gpu.calls()[name], Tuner(), False, cache)
+        shipping.tune_call(shipping.invocations(linear_gpu.calls()[name]), Tuner(), False, cache)
     shipping.write(tmp_path / "h200.json", "NVIDIA H200", cache)
     shipping.write(tmp_path / "h200.json", "NVIDIA H200", cache)  # a second run replaces, it does not repeat
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
@@ -82,7 +82,8 @@ def test_what_is_shipped_has_timed_every_candidate(monkeypatch, on_h200):
 
     monkeypatch.setattr(Tuner, "tune", tune)
     usual = Tuner(max_seconds=1.0)
-    record = shipping.tune_call(linear_gpu.calls()["packed 32768x16x128x128 g"], usual, False, ConfigCache())
+    call = shipping.invocations(linear_gpu.calls()["packed 32768x16x128x128 g"])
+    record = shipping.tune_call(call, usual, False, ConfigCache())
     assert given == [1.0, 2.0, 4.0]
     assert usual.max_seconds == 1.0
     assert all("seconds" in candidate for candidate in record["candidates"])
@@ -92,6 +93,8 @@ def test_calls_are_the_benchmarks_and_a_decode_step():
     names = linear_gpu.calls()
     assert len(names) == len(linear_gpu.rows()) + 1
     assert shipping.problem_of(names["decode gk"]).shape == (128, 1, 16, 128, 128)
+    mild = [row for row in delta_gpu.ROWS if "strong" not in row[1]]
+    assert len(delta_gpu.calls()) == len(mild) + 2  # and a decode step with each gate
 
 
 @pytest.mark.parametrize(
