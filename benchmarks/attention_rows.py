@@ -22,6 +22,7 @@ from ejkernel.types.mask import MaskInfo
 SHAPES = ((8, 2048, 16, 128), (2, 8192, 16, 128), (4, 4096, 32, 64))
 CAP, WINDOW = 50.0, 512
 OPTIONS = ("none", "cap", "sinks", "mask", "bias")
+Call = tuple[dict[str, Any], dict[str, Any]]  # arrays as shapes, options
 Side = tuple[Callable[[], Any], Callable[[], Any]]
 
 
@@ -76,6 +77,31 @@ def arguments(row: Row) -> tuple[dict[str, jax.Array], dict[str, Any], dict[str,
     if row.window is not None:
         options["sliding_window"] = (row.window, 0)
     return arrays, others, options
+
+
+def calls() -> dict[str, Call]:
+    """Arguments of `attention` by the row's name: arrays as shapes, and options; two of decoding."""
+    found: dict[str, Call] = {}
+    for row in rows():
+        q, k, v, _ = jax.eval_shape(lambda shape=row.shape: inputs(shape))
+        options = dict[str, Any]()
+
+        def arrays(row: Any = row, options: dict[str, Any] = options) -> dict[str, Any]:
+            floats, others, static = arguments(row)
+            options |= static
+            return {**floats, **others}
+
+        found[str(row)] = {"query": q, "key": k, "value": v, **jax.eval_shape(arrays)}, options
+    return found | _decoding(64, 8192, 32, 8, 128)
+
+
+def _decoding(B: int, S: int, H: int, HK: int, D: int) -> dict[str, Call]:
+    of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
+    arrays = {"query": of(B, 1, H, D), "key": of(B, S, HK, D), "value": of(B, S, HK, D)}
+    ids = (of(B, 1, dtype=jnp.int32), of(B, S, dtype=jnp.int32))
+    info = jax.eval_shape(MaskInfo.from_segments, *ids)
+    options = {"return_weights": False, "dtype": None}
+    return {"decode": (arrays, options), "decode, kv lengths": ({**arrays, "mask_info": info}, options)}
 
 
 def with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,14 @@
-"""Tunes the recurrences on the GPU at hand and writes the winners as the package ships them.
+"""Tunes every operation on the GPU at hand and writes the winners as the package ships them.
 
-    python -m benchmarks.tune_gpu [--of linear delta] [--rows TEXT] [--seconds 20] [--jobs 15] [--forward] [--out FILE]
+    python -m benchmarks.tune_gpu [--of linear delta attention] [--rows TEXT] [--seconds 20] [--jobs 15] [--forward] [--out F]
+    python -m benchmarks.tune_gpu --compile-for 90 [--of ...] [--rows TEXT] [--jobs 15]          compiles only, on any machine
 
-The calls are those of benchmarks.linear_attention_gpu and benchmarks.delta_rule_gpu, and steps of decoding. Kernels of all
-candidates are compiled first, by `--jobs` processes into Triton's cache; then the library's tuner races the candidates, call by
-call, forward and backward together (a configuration is stored per call, whether or not it is differentiated), steps of decoding
-forward only. `--forward` races the forward of all, to see what that would choose; it writes only where `--out` says. Without
-`--out` the file is ejkernel/ops/defaults/<device>.json; entries of other calls in it stay. `--rows` does it in parts.
+The calls are those of the benchmarks `linear_attention_gpu`, `delta_rule_gpu`, `attention_options_gpu`, and steps of decoding.
+Kernels of all candidates are compiled first, by `--jobs` processes into Triton's cache; then the library's tuner races the
+candidates, call by call, forward and backward together (a configuration is stored per call, whether or not it is
+differentiated), steps of decoding forward only. `--forward` races the forward of all, to see what that would choose; it writes
+only where `--out` says. Without `--out` the file is ejkernel/ops/defaults/<device>.json; entries of other calls in it stay.
+Of the recurrences Triton's candidates race alone, of attention those of all platforms: what wins is what `auto` takes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from benchmarks import attention_rows
+from ejkernel._device import Device, on_device
+from ejkernel.modules import Attention
 from ejkernel.ops import ConfigCache, Invocation, Tuner
 from ejkernel.ops.config.codec import to_fields
 from ejkernel.ops.config.shipped import FOLDER, device_name
@@ -29,51 +35,64 @@ from ejkernel.ops.key import device_kind
 from ejkernel.testing import delta_gpu, linear_gpu
 from ejkernel.testing.shipping import Arrays, delta_invocations, invocations, tune_call, write
 
+Options = dict[str, Any]
+
 
 class Family(NamedTuple):
-    """What is tuned of a family: its calls, as shapes by name, and how the operations make one."""
+    """What is tuned of a family: its calls by name (arrays as shapes, options), and how the operations make one."""
 
-    calls: Callable[[], dict[str, Arrays]]
-    invocations: Callable[[Arrays], list[Invocation]]
+    calls: Callable[[], dict[str, tuple[Arrays, Options]]]
+    invocations: Callable[..., list[Invocation]]
     function: str  # the platform-level one
 
 
-FAMILIES = {
-    "linear": Family(linear_gpu.calls, invocations, "recurrent"),
-    "delta": Family(delta_gpu.calls, delta_invocations, "gated_delta_rule"),
-}
-
-
 class Call(NamedTuple):
-    """One call: arrays as shapes, the operations that make it, the platform-level function, whether gradients are left out."""
+    """One call: its arguments, the operations that make it, the platform-level function, whether gradients are left out."""
 
     arrays: Arrays
+    options: Options
     invocations: list[Invocation]
     function: str
     forward_only: bool
+
+
+def _plain(calls: Callable[[], dict[str, Arrays]]) -> Callable[[], dict[str, tuple[Arrays, Options]]]:
+    return lambda: {name: (arrays, {}) for name, arrays in calls().items()}
+
+
+FAMILIES = {
+    "linear": Family(_plain(linear_gpu.calls), invocations, "recurrent"),
+    "delta": Family(_plain(delta_gpu.calls), delta_invocations, "gated_delta_rule"),
+    "attention": Family(
+        attention_rows.calls,
+        lambda arrays, **options: [Invocation.of(Attention(), **arrays, **options, platform=None)],
+        "attention",
+    ),
+}
 
 
 def _on_cpu() -> None:
     jax.config.update("jax_platforms", "cpu")  # the GPU belongs to the process that measures
 
 
-def compile_candidate(function: str, arrays: Arrays, cfg: Any, capability: int, forward_only: bool) -> int:
+def compile_candidate(function: str, arrays: Arrays, options: Options, cfg: Any, capability: int, forward_only: bool) -> int:
     """Compiles what one candidate launches into Triton's cache; gives the number of kernels."""
     from benchmarks.triton_resources import kernels_of
     from ejkernel.kernels import _triton
 
-    cu_seqlens = arrays.get("cu_seqlens")
-    floats = {name: x for name, x in arrays.items() if name != "cu_seqlens"}
+    is_float = lambda x: isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.floating)
+    floats = {name: x for name, x in arrays.items() if is_float(x)}
+    others = {name: x for name, x in arrays.items() if name not in floats}
     solve = getattr(_triton, function)
 
-    def run(floats: Arrays, cu_seqlens: Any) -> Any:
-        solved = lambda floats: solve(**floats, cu_seqlens=cu_seqlens, cfg=cfg)
+    def run(floats: Arrays, others: Arrays) -> Any:
+        solved = lambda floats: solve(**floats, **others, **options, cfg=cfg)[0]
         if forward_only:
             return solved(floats)
         out, pull = jax.vjp(solved, floats)
         return out, pull(out)
 
-    return len(kernels_of(run, (floats, cu_seqlens), capability))
+    return len(kernels_of(run, (floats, others), capability))
 
 
 def compile_all(chosen: dict[str, Call], capability: int, jobs: int) -> None:
@@ -82,9 +101,13 @@ def compile_all(chosen: dict[str, Call], capability: int, jobs: int) -> None:
     begin, count = time.monotonic(), 0
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_on_cpu) as pool:
         waiting = {
-            pool.submit(compile_candidate, call.function, call.arrays, cfg, capability, call.forward_only): (name, cfg)
+            pool.submit(compile_candidate, call.function, call.arrays, call.options, cfg, capability, call.forward_only): (
+                name,
+                cfg,
+            )
             for name, call in chosen.items()
             for cfg in call.invocations[0].kernel.candidate_cfgs(call.invocations[0])
+            if cfg.platform == "triton"
         }
         for done in as_completed(waiting):
             if (error := done.exception()) is not None:
@@ -98,13 +121,14 @@ def chosen_calls(options: argparse.Namespace) -> dict[str, Call]:
     """The calls that are asked for, by family and name."""
     return {
         f"{label}: {name}": Call(
-            arrays, family.invocations(arrays), family.function, options.forward or name.startswith("decode")
+            arrays, static, family.invocations(arrays, **static), family.function,
+            options.forward or name.startswith("decode"),
         )
         for label, family in FAMILIES.items()
         if label in options.of
-        for name, arrays in family.calls().items()
+        for name, (arrays, static) in family.calls().items()
         if options.rows in name
-    }
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -120,7 +144,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=15, help="processes that compile; 0: compile while racing")
     parser.add_argument("--forward", action="store_true", help="race the forward alone")
     parser.add_argument("--out", type=Path, help="where the winners go")
+    parser.add_argument("--compile-for", type=int, metavar="CAPABILITY", help="compile for such a GPU, which need not be here")
     options = parser.parse_args()
+    if options.compile_for is not None:
+        with on_device(Device("gpu", "NVIDIA H200", options.compile_for)):
+            compile_all(chosen_calls(options), options.compile_for, options.jobs)
+        return
     device = jax.devices()[0]
     if device.platform != "gpu":
         parser.error(f"this tunes for NVIDIA GPUs; JAX has {device}")
