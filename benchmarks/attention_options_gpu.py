@@ -3,13 +3,14 @@
     python -m benchmarks.attention_options_gpu [--json FILE] [--rows TEXT ...] [--sides triton cudnn flex auto xla]
     python -m benchmarks.attention_options_gpu --errors                  errors against float32, beside cuDNN's plain call
     python -m benchmarks.attention_options_gpu --tiles forward|query|key [--rows TEXT] [--try 128,64,8,3 ...]
+    python -m benchmarks.attention_options_gpu --together 1 4 8 16 [--rows TEXT]         heads that are computed at one time
     TRITON_INTERPRET=1 python -m benchmarks.attention_options_gpu --tiny --sides triton cudnn auto xla          on a CPU
 
 bf16, causal. Times are kernel times: CUPTI's durations of every kernel that a call launches, summed, for all sides by the same
 profiler (torch's), in one run. FlexAttention is compiled by torch with its own default tiles, and has the same option. The JSON
 file is written after every measurement, and what it has already is not measured again: a run that was cut off goes on where it
-stopped. `--tiles` measures one kernel alone with other tiles (queries, keys, warps, stages). `--tiny` runs every row once for a
-few tokens, by the clock, to see that it does.
+stopped. `--tiles` measures one kernel alone with other tiles (queries, keys, warps, stages), `--together` each with another
+order of its programs. `--tiny` runs every row once for a few tokens, by the clock, to see that it does.
 """
 
 from __future__ import annotations
@@ -199,6 +200,19 @@ def sweep(kernel: str, row: Row, tried: list[str]) -> None:
     table[wide] = usual
 
 
+def orders(row: Row, tried: list[int]) -> None:
+    """Times of each kernel with other numbers of heads that are computed at one time."""
+    from ejkernel.kernels._triton.attention import _plan
+
+    usual = _plan.TOGETHER
+    for _plan.TOGETHER in tried:
+        call = ours(row)[1]
+        parts = {name: kernel_ms_of(call, f"flash_{name}") for name in ("forward", "query", "key", "bias")}
+        parts["all"] = kernel_ms(call, wait)
+        print(f"{row} together {_plan.TOGETHER}: " + ", ".join(f"{name} {ms:.4f}" for name, ms in parts.items()), flush=True)
+    _plan.TOGETHER = usual
+
+
 def kernel_ms_of(call: Callable[[], Any], name: str, repeats: int = 10) -> float:
     """Milliseconds of one kernel per call, by CUPTI."""
     import torch
@@ -222,11 +236,16 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a few tokens, by the clock")
     parser.add_argument("--errors", action="store_true", help="errors instead of times")
     parser.add_argument("--tiles", choices=list(TILES), help="one kernel with other tiles instead")
+    parser.add_argument("--together", type=int, nargs="+", help="other numbers of heads at one time instead")
     parser.add_argument("--try", dest="tried", nargs="*", help="tiles to try: queries,keys,warps,stages")
     options = parser.parse_args()
     chosen = [row for row in rows(options.tiny) if any(text in str(row) for text in options.rows)]
     if options.errors:
         raise SystemExit(0 if errors() else "WRONG RESULTS")
+    if options.together:
+        for row in chosen:
+            orders(row, options.together)
+        return
     if options.tiles:
         for row in chosen:
             sweep(options.tiles, row, options.tried or TILES[options.tiles])

@@ -74,6 +74,7 @@ DECODE = Tiles(16, 64, 4, 3)
 WHOLE = 128  # tokens of a kernel's largest usual tile: lengths that it divides need no bounds
 LEGAL_BLOCKS = (16, 32, 64, 128, 256)
 LEGAL_WARPS = (1, 2, 4, 8, 16)
+TOGETHER = 8  # heads that are computed at one time, see `program_at`: at 8192 tokens of 128 channels 32 MB of keys and values
 LARGE = 227 << 10  # bytes of shared memory of an H100's program
 
 
@@ -86,6 +87,7 @@ class Plan:
         grouped: whether a program has the queries of all heads of a group: for decoding.
         parts: into how many the keys are split.
         named_stages: whether the configuration says how many loads are in flight, which is then so.
+        together: heads whose programs take turns.
         exact: whether products have float32's digits; queries are scaled before them then.
     """
 
@@ -94,6 +96,7 @@ class Plan:
     grouped: bool
     parts: int
     named_stages: bool
+    together: int
     exact: bool
     scale: float
     left: int | None
@@ -121,6 +124,7 @@ class Plan:
             grouped=grouped,
             parts=_parts(problem, forward) if grouped else 1,
             named_stages=cfg.num_stages is not None,
+            together=TOGETHER,
             exact=exact,
             scale=problem.scale,
             left=problem.left,
@@ -160,6 +164,7 @@ class Plan:
             QUERIES_DIVIDE=math.gcd(T, WHOLE),
             KEYS_DIVIDE=math.gcd(S, WHOLE),
             SHARED=bias is not None and bias.shape[0] == 1,
+            TOGETHER=self.together,
         )
 
 

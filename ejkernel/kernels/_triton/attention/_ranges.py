@@ -6,6 +6,7 @@ Bounds on indices need no table: the kernels know them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -90,33 +91,79 @@ def _tiles(
     """(whether any query of a tile may attend to any key, whether all may to all)."""
     count_q, count_k = (cdiv(length, block) for length, block in zip(lengths, blocks, strict=True))
     needed = full = jnp.ones((1, 1, count_q, count_k), bool)
-    q_low, q_high = _extent(others.get("q_positions"), lengths[0], blocks[0])  # [b, 1, tiles, 1]
-    k_low, k_high = (x.swapaxes(2, 3) for x in _extent(others.get("kv_positions"), lengths[1], blocks[1]))
-    if left is not None:
-        needed, full = needed & (k_high >= q_low - left), full & (k_low >= q_high - left)
-    if right is not None:
-        needed, full = needed & (k_low <= q_high + right), full & (k_high <= q_low + right)
+    q_at = _positions(others.get("q_positions"), lengths[0], blocks[0])  # [b, tiles, block]
+    k_at = _positions(others.get("kv_positions"), lengths[1], blocks[1])
+    q_reach, k_reach = _of_queries(q_at.min(2), q_at.max(2)), _of_keys(k_at.min(2), k_at.max(2))
+    needed = needed & _within(q_reach, k_reach, left, right)
+    full = full & _within(q_reach[::-1], k_reach[::-1], left, right)  # the pair that is farthest apart
     if others.get("q_segment_ids") is not None:
         q, k = _blocks(others["q_segment_ids"], blocks[0]), _blocks(others["kv_segment_ids"], blocks[1])
-        # Padding is left out of both ends of the range, so tiles of padding overlap with nothing.
-        top = jnp.iinfo(q.dtype).max
-        low = lambda x: jnp.where(x >= 0, x, top).min(2)
-        q_from, q_to, q_least = (x[:, None, :, None] for x in (low(q), q.max(2), q.min(2)))
-        k_from, k_to, k_least = (x[:, None, None, :] for x in (low(k), k.max(2), k.min(2)))
-        needed = needed & (q_from <= k_to) & (k_from <= q_to)
-        full = full & (q_least == q_to) & (k_least == k_to) & (q_to == k_to) & (q_to >= 0)
+        needed = needed & _share_a_segment(q, k, q_at, k_at, left, right)
+        q_least, q_most, k_least, k_most = (*_of_queries(q.min(2), q.max(2)), *_of_keys(k.min(2), k.max(2)))
+        full = full & (q_least == q_most) & (k_least == k_most) & (q_most == k_most) & (q_most >= 0)
     if others.get("mask") is not None:
         kept, scores = _counted(others["mask"], lengths, blocks)
         needed, full = needed & (kept > 0), full & (kept == scores)
     return needed, full
 
 
-def _extent(positions: Array | None, length: int, block: int) -> tuple[Array, Array]:
-    """The lowest and the highest position of each tile, `[b, 1, tiles, 1]`; indices where there are none."""
-    if positions is None:
-        positions = jnp.arange(length, dtype=jnp.int32)[None]
-    blocks = _blocks(positions, block)
-    return blocks.min(2)[:, None, :, None], blocks.max(2)[:, None, :, None]
+def _within(q_reach: Sequence[Array], k_reach: Sequence[Array], left: int | None, right: int | None) -> Any:
+    """Whether a query may see a key, each from the lowest to the highest position of a tile."""
+    (q_low, q_high), (k_low, k_high) = q_reach, k_reach
+    near: Any = True
+    if left is not None:
+        near = near & (k_high >= q_low - left)
+    if right is not None:
+        near = near & (k_low <= q_high + right)
+    return near
+
+
+def _share_a_segment(
+    q: Int[Array, "b nq block"], k: Int[Array, "b nk block"], q_at: Array, k_at: Array, left: int | None, right: int | None
+) -> Bool[Array, "b 1 nq nk"]:
+    """Whether a query of a tile and a key of another may be of one segment and in reach of each other.
+
+    The tile where a document ends has the next one's first positions too, so that by all of its positions it is in reach of
+    every query of the document. Its first and its last segment therefore have their own; segments between them, which few
+    tiles have, count as in reach.
+    """
+    q_first, q_last, q_between = _segments(q, q_at)
+    k_first, k_last, k_between = _segments(k, k_at)
+    (q_from, *_), (q_to, *_), (q_between,) = _of_queries(*q_first), _of_queries(*q_last), _of_queries(q_between)
+    (k_from, *_), (k_to, *_), (k_between,) = _of_keys(*k_first), _of_keys(*k_last), _of_keys(k_between)
+    shared = (q_between | k_between) & (q_from < k_to) & (k_from < q_to)
+    for q_id, *q_reach in (_of_queries(*q_first), _of_queries(*q_last)):
+        for k_id, *k_reach in (_of_keys(*k_first), _of_keys(*k_last)):
+            shared = shared | ((q_id == k_id) & _within(q_reach, k_reach, left, right))
+    return shared & (q_from <= k_to) & (k_from <= q_to)  # nothing overlaps with tiles of padding
+
+
+def _segments(ids: Int[Array, "b n block"], at: Array) -> tuple[list[Array], list[Array], Array]:
+    """Of each tile the lowest and the highest segment but padding, each (id, its lowest position, its highest), and whether
+    there are others between them; all `[b, n]`. Of a tile of padding the lowest is above the highest."""
+    bounds, positions = jnp.iinfo(ids.dtype), jnp.iinfo(at.dtype)
+    ends = [jnp.where(ids >= 0, ids, bounds.max).min(2), ids.max(2)]
+    found = []
+    for end in ends:
+        own = ids == end[:, :, None]
+        found.append([end, jnp.where(own, at, positions.max).min(2), jnp.where(own, at, positions.min).max(2)])
+    between = (ids > ends[0][:, :, None]) & (ids < ends[1][:, :, None])
+    return found[0], found[1], between.any(2)
+
+
+def _of_queries(*of_tiles: Array) -> tuple[Array, ...]:
+    """`[b, tiles]` as `[b, 1, tiles, 1]`."""
+    return tuple(x[:, None, :, None] for x in of_tiles)
+
+
+def _of_keys(*of_tiles: Array) -> tuple[Array, ...]:
+    """`[b, tiles]` as `[b, 1, 1, tiles]`."""
+    return tuple(x[:, None, None, :] for x in of_tiles)
+
+
+def _positions(positions: Array | None, length: int, block: int) -> Int[Array, "b tiles block"]:
+    """Those of each tile's tokens; indices where there are none."""
+    return _blocks(jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions, block)
 
 
 def _blocks(x: Array, block: int) -> Array:

@@ -104,7 +104,7 @@ def flash_query_gradient(
     """Programs: query tiles * heads * batch. dq [B, T, H, D]; dscale [B, H, T], if given, each row's part of the scale's."""
     S = aligned(S, CALL)
     tiles = (T + BM - 1) // BM
-    tile, head, batch = program_at(tiles, CALL.H, CALL.SHARED)
+    tile, head, batch = program_at(tiles, CALL.H, CALL.SHARED, CALL.TOGETHER)
     tile = tiles - 1 - tile  # causal: the longest first
     row = tile * BM
     kv_head = head // (CALL.H // CALL.HK)
@@ -192,7 +192,7 @@ def flash_key_gradient(
     S = aligned(S, CALL)
     G: tl.constexpr = CALL.H // CALL.HK
     tiles = (S + BN - 1) // BN
-    tile, kv_head, batch = program_at(tiles, CALL.HK, CALL.SHARED)
+    tile, kv_head, batch = program_at(tiles, CALL.HK, CALL.SHARED, CALL.TOGETHER)
     row = tile * BN
     rows = tl.minimum(BN, S - row)
     factor = scale

@@ -32,7 +32,7 @@ class Call(NamedTuple):
         FUSED: the scale is multiplied where the maximum is subtracted: no cap, no bias.
         EXACT: float32: scores come scaled, and logits are in base e.
         QUERIES_DIVIDE, KEYS_DIVIDE: powers of two that divide T and S: tiles of these need no bounds, see also `aligned`.
-        SHARED: whether the rows of the batch share a bias, see `program_at`.
+        SHARED: whether the rows of the batch share a bias; TOGETHER: heads whose programs take turns. See `program_at`.
     """
 
     H: int
@@ -58,6 +58,7 @@ class Call(NamedTuple):
     QUERIES_DIVIDE: int
     KEYS_DIVIDE: int
     SHARED: bool
+    TOGETHER: int
 
 
 class Given(NamedTuple):

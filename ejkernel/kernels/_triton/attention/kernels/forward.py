@@ -107,7 +107,7 @@ def flash_forward(
         turn = visited(ranges, batch, kv_head * G, 0, 0, T, S, 1, BN, CALL, RANGES_B, RANGES_H, False)
     else:
         tiles = (T + BM - 1) // BM
-        tile, head, batch = program_at(tiles, H, CALL.SHARED)
+        tile, head, batch = program_at(tiles, H, CALL.SHARED, CALL.TOGETHER)
         tile = tiles - 1 - tile  # causal: the longest first
         kv_head = head // G
         t = tile * BM + tl.arange(0, BM)[:, None]

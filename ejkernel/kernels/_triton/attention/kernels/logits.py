@@ -36,18 +36,25 @@ def power(x, CALL: tl.constexpr):
 
 
 @triton.jit
-def program_at(tiles, heads, SHARED: tl.constexpr = False):
-    """(tile, head, row of the batch as int64) of a program: tiles count fastest, so what runs at one time shares keys.
+def program_at(tiles, heads, SHARED: tl.constexpr = False, TOGETHER: tl.constexpr = 1):
+    """(tile, head, row of the batch as int64) of a program.
 
-    Heads are next, or where the batch is SHARED its rows: a bias is then read from memory once for all of them.
+    So many heads go TOGETHER, tile by tile: few enough that what runs at one time shares keys, and so many that the longest
+    programs of the last ones, which start first, end with the others. Their rows of the batch are next, or where the batch is
+    SHARED come before the heads: a bias is then read from memory once for all of them.
     """
     pid = tl.program_id(0)
-    others = pid // tiles
+    count = tl.num_programs(0) // tiles  # heads of all rows of the batch
+    begin = pid // (tiles * TOGETHER) * TOGETHER
+    width = tl.minimum(TOGETHER, count - begin)
+    place = pid - begin * tiles
+    tile = place // width
+    others = begin + place % width
     if SHARED:
-        batch = tl.num_programs(0) // (tiles * heads)
-        return pid % tiles, others // batch, (others % batch).to(tl.int64)
+        batch = count // heads
+        return tile, others // batch, (others % batch).to(tl.int64)
     else:
-        return pid % tiles, others % heads, (others // heads).to(tl.int64)
+        return tile, others % heads, (others // heads).to(tl.int64)
 
 
 @triton.jit
