@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernel_times import BANDWIDTH, difference, kernel_ms, kernels_ms
-from ejkernel.kernels._triton.causal_conv1d import convolved
+from ejkernel.kernels._xla.causal_conv1d import activated
 from ejkernel.modules import causal_conv1d
 from ejkernel.testing.linear_gpu import LENGTHS
 
@@ -31,8 +31,8 @@ ROWS = {  # batch, tokens, channels
 
 
 SIDES: dict[str, Callable[[Any], Callable[..., jax.Array]]] = {
-    "xla": lambda cu: lambda x, weight, bias: causal_conv1d(x, weight, bias, cu_seqlens=cu, activation="silu"),
-    "triton": lambda cu: lambda x, weight, bias: convolved("silu", x, weight, bias, cu),
+    "xla": lambda cu: lambda x, weight, bias: activated("silu", {"x": x, "weight": weight, "bias": bias}, cu),
+    "triton": lambda cu: lambda x, weight, bias: causal_conv1d(x, weight, bias, cu_seqlens=cu, activation="silu"),
 }
 
 

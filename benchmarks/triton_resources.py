@@ -26,14 +26,16 @@ import jax.numpy as jnp
 from ejkernel.testing.triton_calls import (
     ATTENTION_CALLS,
     CALLS,
+    CONVOLUTION_CALLS,
     DELTA_CALLS,
     EVERY,
     arguments,
     attention_arguments,
+    convolution_arguments,
     delta_arguments,
 )
 
-_TILES = ("BA", "BB", "BD", "B2", "BK", "BM", "BN", "BV", "C")  # constants that are shown
+_TILES = ("BA", "BB", "BC", "BD", "B2", "BK", "BM", "BN", "BV", "C")  # constants that are shown
 
 
 def resources(kernel: Any) -> dict[str, int]:
@@ -84,8 +86,13 @@ def report(capability: int, calls: list[str], every_candidate: bool = False) -> 
         every_candidate: with each configuration that the tuner would try, instead of the default alone.
     """
     from ejkernel.callib import compile_for
+    from ejkernel.modules import causal_conv1d
 
     for name in calls:
+        if name in CONVOLUTION_CALLS:
+            run = functools.partial(_gradient, function=functools.partial(causal_conv1d, activation="silu"))
+            yield from _entries(name, run, convolution_arguments(*CONVOLUTION_CALLS[name]), capability, "")
+            continue
         function, make, (arrays, others, options) = _call(name)
         with compile_for(capability):
             problem = jax.eval_shape(lambda a, b, make=make, options=options: make(**a, **b, **options), arrays, others)
@@ -93,8 +100,13 @@ def report(capability: int, calls: list[str], every_candidate: bool = False) -> 
         for cfg in tried:
             way = _forward if name.endswith(("decode", "forward")) else _gradient
             run = functools.partial(way, function=functools.partial(function, cfg=cfg, **options))
-            for kernel, used in dict.fromkeys((k, tuple(u.items())) for k, u in kernels_of(run, (arrays, others), capability)):
-                yield {"capability": capability, "call": name, "kernel": kernel, **dict(used), "config": _changed(cfg)}
+            yield from _entries(name, run, (arrays, others), capability, _changed(cfg))
+
+
+def _entries(name: str, run: Any, arguments: Any, capability: int, config: str) -> Iterator[dict[str, Any]]:
+    """One entry for each kernel, however often it is traced."""
+    for kernel, used in dict.fromkeys((k, tuple(u.items())) for k, u in kernels_of(run, arguments, capability)):
+        yield {"capability": capability, "call": name, "kernel": kernel, **dict(used), "config": config}
 
 
 def _forward(arrays: Any, others: Any, function: Any) -> Any:

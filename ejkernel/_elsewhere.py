@@ -38,7 +38,7 @@ INSIDE = {
 } | {"MaskInfo": "it is ejkernel.types.mask.MaskInfo"}
 
 # Functions here that no command takes.
-UNTUNED = {"causal_conv1d": "plain JAX on every device, in one configuration: there is nothing to choose or tune"}
+UNTUNED = {"causal_conv1d": "it has one configuration on every device: there is nothing to choose or tune"}
 
 
 def hint_for(name: str) -> str | None:

@@ -38,7 +38,12 @@ ATTENTION_CALLS: dict[str, tuple[int, int, str, tuple[str, ...]]] = {  # name: (
     "attention float32": (64, 64, "float32", ("bias",)),
     "attention decode": (128, 128, "bfloat16", ("segments", "one query")),
 }
-EVERY = [*CALLS, "decode", *DELTA_CALLS, *ATTENTION_CALLS]
+CONVOLUTION_CALLS = {  # name: (width, dtype, packed)
+    "convolution": (4, "bfloat16", False),
+    "convolution packed": (4, "bfloat16", True),
+    "convolution float32": (8, "float32", True),
+}
+EVERY = [*CALLS, "decode", *DELTA_CALLS, *ATTENTION_CALLS, *CONVOLUTION_CALLS]
 
 
 class AttentionArguments(NamedTuple):
@@ -68,6 +73,13 @@ def attention_arguments(D: int, V: int, dtype: str, given: tuple[str, ...]) -> A
     if "dropout" in given:
         options |= {"deterministic": False, "dropout_prob": 0.1, "dropout_rng": jax.random.key(0)}
     return AttentionArguments(arrays, others, options)
+
+
+def convolution_arguments(width: int, dtype: str, packed: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """1000 tokens of 300 channels: two rows, or packed; arrays that gradients are taken of, and offsets."""
+    of = jax.ShapeDtypeStruct
+    arrays = {"x": of((1 if packed else 2, 1000, 300), dtype), "weight": of((width, 300), dtype), "bias": of((300,), dtype)}
+    return arrays, {"cu_seqlens": of((5,), "int32")} if packed else {}
 
 
 def delta_arguments(gate: str | None, K: int, V: int, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:

@@ -172,7 +172,7 @@ def test_a_module_of_ones_own_is_loaded(run, monkeypatch, tmp_path, register):
         (("--case", "no-such-case"), "no shared case"),
         (("--dtype", "fp16"), "got 'fp16'. fp16 is float16 here."),
         (("--op", "chunk_gla"), "chunk_gla: it is ejkernel.gla_attention here."),
-        (("--op", "causal_conv1d"), "causal_conv1d: plain JAX on every device"),
+        (("--op", "causal_conv1d"), "causal_conv1d: it has one configuration"),
         (
             ("--op", "gla", "--dtype", "float16", "--case", "bfloat16"),
             "no shared case has 'bfloat16' in its name and that dtype",

@@ -31,7 +31,7 @@ from ejkernel.kernels import _triton
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton import attention, gated_delta_rule, recurrent
-from ejkernel.kernels._triton.causal_conv1d import convolved
+from ejkernel.kernels._triton.causal_conv1d._solve import activated
 from ejkernel.kernels._triton.linear._solve import solve_along
 from ejkernel.kernels._triton.linear.kernels.rows_scan import scan_rows_wide
 from ejkernel.kernels._triton.linear.routes import route_of
@@ -156,7 +156,7 @@ class ColumnRun:
 
 @dataclasses.dataclass(frozen=True)
 class ConvolutionRun:
-    """The short convolution's kernels, which no operation launches yet."""
+    """The short convolution's kernels."""
 
     cu_seqlens: tuple[int, ...] | None = None
 
@@ -171,7 +171,7 @@ class ConvolutionRun:
         return (np.ones((1, 130, 40), np.float32),)
 
     def function(self, cu_seqlens: Any, x: jax.Array, weight: jax.Array, bias: jax.Array) -> tuple[jax.Array]:
-        return (convolved("silu", x, weight, bias, cu_seqlens),)
+        return (activated("silu", {"x": x, "weight": weight, "bias": bias}, cu_seqlens),)
 
 
 CASES += [

@@ -23,6 +23,7 @@ GROUPS = [
     ["delta channel", "delta channel wide", "delta channel float32"],
     ["attention", "attention 64", "attention 256", "attention decode"],
     ["attention everything", "attention float32"],
+    ["convolution", "convolution packed", "convolution float32"],
 ]
 
 

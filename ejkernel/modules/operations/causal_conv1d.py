@@ -6,15 +6,16 @@ import functools
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ejkernel._checking import checking
+from ejkernel._device import device_of
 from ejkernel._numbers import as_flag
-from ejkernel._search import how_many_up_to
 from ejkernel.kernels._linear import checks
 from ejkernel.kernels._linear.checks import float_array
+from ejkernel.kernels._triton.causal_conv1d import covers
 from ejkernel.kernels._xla._common.explicit_mesh import over_explicit_axes
+from ejkernel.kernels._xla.causal_conv1d import activated, last_inputs
 from ejkernel.modules._names import explains_names
 from ejkernel.modules.operations._results import OutputAndState
 from ejkernel.modules.operations._value_checks import offsets_check
@@ -53,6 +54,7 @@ def causal_conv1d(
         y, of x's shape and dtype; with `return_state`, also the state `[N, W - 1, C]` in x's dtype.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> x = jnp.arange(5.0)[None, :, None]
         >>> causal_conv1d(x, jnp.array([[1.0], [10.0]])).ravel().tolist()
         [0.0, 10.0, 21.0, 32.0, 43.0]
@@ -76,83 +78,26 @@ def causal_conv1d(
     given = {"x": rows, "weight": weight, "bias": bias, "state": state}
     arrays = {name: array for name, array in given.items() if array is not None}
     placed = [(("x", 0), None, ("x", 2)), (None if offsets is not None else ("x", 0), None, ("x", 2))]
-    run = functools.partial(_run, activation, return_state)
+    run = functools.partial(_run, covers(device_of(arrays.values()), arrays), activation, return_state)
     y, *last = over_explicit_axes(run, arrays, placed[: 1 + return_state], ("x",))(arrays, offsets)
     y = y[0] if rank2 else y
     return (y, *last) if return_state else y
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside `jit` compile once for each shape
-def _run(activation: str | None, return_state: bool, arrays: dict[str, Array], offsets: Array | None) -> tuple[Array, ...]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that calls outside `jit` compile once for each shape
+def _run(
+    on_triton: bool, activation: str | None, return_state: bool, arrays: dict[str, Array], offsets: Array | None
+) -> tuple[Array, ...]:
     x, state, W = arrays["x"], arrays.get("state"), arrays["weight"].shape[0]
     # XLA's compiler for CPUs ends the process over derivatives of products of nothing.
-    y = x if 0 in x.shape else _activated(activation, arrays, offsets)
-    return (y, _last_inputs(x, state, offsets, W - 1)) if return_state else (y,)
+    y = x if 0 in x.shape else (_by_triton if on_triton else activated)(activation, arrays, offsets)
+    return (y, last_inputs(x, state, offsets, W - 1)) if return_state else (y,)
 
 
-# Recomputed for the gradient, which needs nothing but the inputs then: as it stands the chain rule keeps every shifted input,
-# the sum and the sigmoid in float32, which for 16-bit inputs is 14 times what x takes.
-@functools.partial(jax.checkpoint, static_argnums=(0,))
-def _activated(activation: str | None, arrays: dict[str, Array], offsets: Array | None) -> Array:
-    x = arrays["x"]
-    if offsets is not None:  # what lies after the last sequence is nobody's: it changes nothing, whatever it holds
-        used = (jnp.arange(x.shape[1], dtype=jnp.int32) < offsets[-1])[None, :, None]
-        x = jnp.where(used, x, 0)
-    y = _convolved(x, arrays["weight"], arrays.get("bias"), arrays.get("state"), offsets)
-    y = (jax.nn.silu(y) if activation == "silu" else y).astype(x.dtype)
-    return y if offsets is None else jnp.where(used, y, 0)
+def _by_triton(activation: str | None, arrays: dict[str, Array], offsets: Array | None) -> Array:
+    from ejkernel.kernels._triton.causal_conv1d._solve import activated  # which needs Triton
 
-
-def _convolved(x: Array, weight: Array, bias: Array | None, state: Array | None, offsets: Array | None) -> Array:
-    """`[B, T, C]` in float32 or wider: W shifted products, plus what the first W - 1 tokens of a sequence see of its state."""
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32  # promote_types refuses under strict promotion
-    W, T = weight.shape[0], x.shape[1]
-    w = weight.astype(wide)
-    if offsets is None:
-        seen = _with_past(x, state, W - 1).astype(wide)  # [B, W - 1 + T, C]
-        terms = [w[j][None, None] * jax.lax.slice_in_dim(seen, j, j + T, axis=1) for j in range(W)]
-    else:
-        terms = [w[j][None, None] * _inputs_before(x, state, offsets, W - 1 - j).astype(wide) for j in range(W)]
-    total = sum(terms[1:], terms[0])
-    return total if bias is None else total + bias.astype(wide)[None, None]
-
-
-def _with_past(x: Array, state: Array | None, kept: int) -> Array:
-    return jnp.pad(x, [(0, 0), (kept, 0), (0, 0)]) if state is None else jnp.concatenate([state, x], 1)
-
-
-def _inputs_before(x: Array, state: Array | None, offsets: Array, back: int) -> Array:
-    """The input `back` tokens before each token of a packed row `[1, T, C]`, of its own sequence or its state."""
-    if back == 0:
-        return x
-    token = jnp.arange(x.shape[1], dtype=jnp.int32)
-    sequence = jnp.minimum(how_many_up_to(offsets[1:], token), offsets.shape[0] - 2)
-    place = token - offsets[sequence]  # [T]: which token of its sequence
-    shifted = jnp.pad(x, [(0, 0), (back, 0), (0, 0)])[:, : x.shape[1]]
-    own = (place >= back)[None, :, None]
-    if state is None:
-        return jnp.where(own, shifted, 0)
-    kept = state.shape[1]
-    from_state = state[sequence, jnp.clip(kept - back + place, 0, kept - 1)]  # [T, C]
-    return jnp.where(own, shifted, from_state[None])
-
-
-def _last_inputs(x: Array, state: Array | None, offsets: Array | None, kept: int) -> Array:
-    """`[N, W - 1, C]`: the last inputs of each sequence, older ones from its initial state where it is shorter."""
-    if state is not None and 0 in x.shape:
-        return state
-    if offsets is None:
-        return jax.lax.slice_in_dim(_with_past(x, state, kept), x.shape[1], x.shape[1] + kept, axis=1)
-    if x.shape[1] == 0 or kept == 0:
-        return jnp.zeros((offsets.shape[0] - 1, kept, x.shape[2]), x.dtype) if state is None else state
-    back = jnp.arange(kept, 0, -1, dtype=jnp.int32)[None]  # [1, W - 1]: how many tokens before the sequence's end
-    length = jnp.diff(offsets)[:, None]
-    from_row = x[0][jnp.clip(offsets[1:, None] - back, 0, x.shape[1] - 1)]  # [N, W - 1, C]
-    own = (back <= length)[..., None]
-    if state is None:
-        return jnp.where(own, from_row, 0)
-    older = jnp.clip(kept - back + length, 0, kept - 1)  # [N, W - 1]
-    return jnp.where(own, from_row, jnp.take_along_axis(state, older[..., None], axis=1))
+    return activated(activation, arrays, offsets)
 
 
 def _checked_weights(x: Array, weight: Any, bias: Any) -> tuple[Array, Array | None]:

@@ -1,10 +1,13 @@
-"""The short causal convolution: z_t = sum_j w_j x_{t-W+1+j} + bias, y = z or silu(z), forward and backward.
+"""The short causal convolution: z_t = sum_k w_{W-1-k} x_{t-k} + bias, y = z or silu(z), forward and backward.
 
-Rows are the tokens of all sequences one after the other. `place[t]` is a token's place in its sequence (None: t mod T), so that
-the input `back` tokens earlier counts where place[t] >= back; -1 after the last sequence, where y is 0. A program has BT rows
-of BC channels at a time; taps are read again from the inner cache, so that each array crosses the memory bus once.
+A program has G runs of tokens of one row of the batch, of BC channels. Each run goes through its tokens one by one and keeps
+the last W - 1 inputs in registers, so that it reads an input once. AHEAD tokens are read at a time. `place[t]` is a token's
+place in its sequence: the input k tokens earlier counts where place[t] >= k. It is -1 after the last sequence, where y is 0.
+Without `place` every row of the batch is one sequence.
 """
 
+# mypy: disable-error-code="assignment"
+# Tuples grow by one tensor at a time.
 from __future__ import annotations
 
 import triton
@@ -12,98 +15,161 @@ import triton.language as tl
 
 
 @triton.jit
-def _place(place, row, ROWS: tl.constexpr, T: tl.constexpr):
-    """[BT]: the rows' places in their sequences, negative for those that are in none."""
-    if place is None:
-        return tl.where((row >= 0) & (row < ROWS), row % T, -1)
-    return tl.load(place + row, mask=(row >= 0) & (row < ROWS), other=-1)
+def _begin(program, T, C: tl.constexpr, RUN: tl.constexpr, G: tl.constexpr, BC: tl.constexpr):
+    """(row tile, first token [G, 1] of each run, channel [1, BC], where they lie [G, BC])."""
+    channel_tiles: tl.constexpr = (C + BC - 1) // BC
+    tile = program // channel_tiles
+    tiles = tl.cdiv(T, G * RUN)  # of one row of the batch
+    token = (tile % tiles * G + tl.arange(0, G))[:, None] * RUN
+    channel = (program % channel_tiles * BC + tl.arange(0, BC))[None, :]
+    return tile, token, channel, ((tile // tiles).to(tl.int64) * T + token) * C + channel
 
 
 @triton.jit
-def _input(x, place, row, channel, back, ROWS: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
-    """Inputs [BT, BC] `back` tokens before the rows, of their own sequence, in float32."""
-    mask = (_place(place, row, ROWS, T) >= back)[:, None] & (channel < C)[None, :]
-    return tl.load(x + (row - back).to(tl.int64)[:, None] * C + channel[None, :], mask=mask, other=0).to(tl.float32)
+def _read(x, at, token, channel, T, C: tl.constexpr, count: tl.constexpr):
+    """`count` tokens from each run's `token` on, as many times [G, BC]; 0 where there is none."""
+    rows = ()
+    for i in tl.static_range(count):
+        rows += (tl.load(x + at + i * C, mask=(token + i >= 0) & (token + i < T) & (channel < C), other=0),)
+    return rows
 
 
 @triton.jit
-def _slope(
-    x, w, bias, place, dy, row, channel,
-    ROWS: tl.constexpr, T: tl.constexpr, C: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
-    """dz [BT, BC] of the rows; 0 for those that are in no sequence."""
-    inside = (_place(place, row, ROWS, T) >= 0)[:, None] & (channel < C)[None, :]
-    d = tl.load(dy + row.to(tl.int64)[:, None] * C + channel[None, :], mask=inside, other=0).to(tl.float32)
-    if SILU:
-        z = _sum(x, w, bias, place, row, channel, ROWS, T, C, W)
-        s = 1 / (1 + tl.exp(-z))
-        d *= s * (1 + z * (1 - s))
-    return d
+def _read_places(place, token, T, count: tl.constexpr):
+    """The places of as many tokens, each [G, 1]; None of them without `place`."""
+    places = ()
+    if place is not None:
+        for i in tl.static_range(count):
+            places += (tl.load(place + token + i, mask=token + i < T, other=-1),)
+    return places
 
 
 @triton.jit
-def _sum(x, w, bias, place, row, channel, ROWS: tl.constexpr, T: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """z [BT, BC]."""
-    z = _input(x, place, row, channel, W - 1, ROWS, T, C) * _tap(w, 0, channel, C)
-    for j in tl.static_range(1, W):
-        z += _input(x, place, row, channel, W - 1 - j, ROWS, T, C) * _tap(w, j, channel, C)
-    if bias is not None:
-        z += tl.load(bias + channel, mask=channel < C, other=0).to(tl.float32)[None, :]
-    return z
+def _taps(weight, channel, C: tl.constexpr, W: tl.constexpr):
+    """W times [1, BC] in float32, the current token's first."""
+    taps = ()
+    for k in tl.static_range(W):
+        taps += (tl.load(weight + (W - 1 - k) * C + channel, mask=channel < C, other=0).to(tl.float32),)
+    return taps
 
 
 @triton.jit
-def _tap(w, j, channel, C: tl.constexpr):
-    return tl.load(w + j * C + channel, mask=channel < C, other=0).to(tl.float32)[None, :]
+def _bias(bias, channel, C: tl.constexpr, BC: tl.constexpr):
+    """[1, BC] in float32."""
+    if bias is None:
+        return tl.zeros([1, BC], tl.float32)
+    else:
+        return tl.load(bias + channel, mask=channel < C, other=0).to(tl.float32)
+
+
+@triton.jit
+def _past(x, at, token, channel, T, C: tl.constexpr, W: tl.constexpr):
+    """The W - 1 inputs before each run, the latest first, in float32."""
+    rows = _read(x, at - (W - 1) * C, token - (W - 1), channel, T, C, W - 1)
+    past = ()
+    for k in tl.static_range(W - 1):
+        past += (rows[W - 2 - k].to(tl.float32),)
+    return past
+
+
+@triton.jit
+def _newest(now, past, W: tl.constexpr):
+    """The W - 1 inputs before the next token."""
+    known = (now.to(tl.float32),)
+    known += past
+    return known[: W - 1]
+
+
+@triton.jit
+def _reaching(value, places, i: tl.constexpr, k: tl.constexpr):
+    """`value`, which goes from a token to the one k later (or back), where the later one, i, has such a token before it."""
+    if len(places) == 0:
+        return value
+    else:
+        return tl.where(places[i] >= k, value, 0.0)
+
+
+@triton.jit
+def _sum(now, past, taps, bias, places, i: tl.constexpr, W: tl.constexpr):
+    """(z [G, BC], the W inputs that it is made of, the current token's first)."""
+    now = _reaching(now.to(tl.float32), places, i, 0)  # [G, BC]
+    seen, z = (now,), now * taps[0] + bias
+    for k in tl.static_range(1, W):
+        earlier = _reaching(past[k - 1], places, i, k)  # [G, BC]
+        seen += (earlier,)
+        z += earlier * taps[k]
+    return z, seen
 
 
 @triton.jit
 def convolve(
-    x, w, bias, place, y,
-    ROWS: tl.constexpr, T: tl.constexpr, C: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr,
+    x, weight, bias, place, T, y,
+    C: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
+    RUN: tl.constexpr, AHEAD: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Programs: channel tiles * row tiles."""
-    tiles: tl.constexpr = (C + BC - 1) // BC
-    channel = tl.program_id(0) % tiles * BC + tl.arange(0, BC)
-    row = tl.program_id(0) // tiles * BT + tl.arange(0, BT)
-    z = _sum(x, w, bias, place, row, channel, ROWS, T, C, W)
-    if SILU:
-        z = z / (1 + tl.exp(-z))
-    z = tl.where((_place(place, row, ROWS, T) >= 0)[:, None], z, 0)
-    at = row.to(tl.int64)[:, None] * C + channel[None, :]
-    tl.store(y + at, z.to(y.dtype.element_ty), mask=(row < ROWS)[:, None] & (channel < C)[None, :])
+    """Programs: channel tiles * tiles of G * RUN tokens of every row of the batch."""
+    program = tl.program_id(0)
+    _tile, token, channel, at = _begin(program, T, C, RUN, G, BC)
+    taps, b = _taps(weight, channel, C, W), _bias(bias, channel, C, BC)
+    past = _past(x, at, token, channel, T, C, W)
+    for t in range(0, RUN, AHEAD):
+        rows = _read(x, at + t * C, token + t, channel, T, C, AHEAD)
+        places = _read_places(place, token + t, T, AHEAD)
+        for i in tl.static_range(AHEAD):
+            z, _seen = _sum(rows[i], past, taps, b, places, i, W)
+            past = _newest(rows[i], past, W)
+            if SILU:
+                z = z / (1 + tl.exp(-z))
+            z = _reaching(z, places, i, 0)
+            mask = (token + t + i < T) & (channel < C)
+            tl.store(y + at + (t + i) * C, z.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def convolve_back(
-    x, w, bias, place, dy, dx, dw, dbias,
-    ROWS: tl.constexpr, T: tl.constexpr, C: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr, WP: tl.constexpr, TILES: tl.constexpr,
+    x, weight, bias, place, T, dy, dx, dweight, dbias,
+    C: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
+    RUN: tl.constexpr, AHEAD: tl.constexpr, G: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Programs: channel tiles * groups of TILES row tiles; dw [groups, W, C] and dbias [groups, C] are each group's own sums.
+    """Programs: channel tiles * tiles of G * RUN tokens of every row of the batch, whose own sums dweight [B, tiles, W, C] and
+    dbias [B, tiles, C] are.
 
-    WP: a power of two from W on.
+    dx_t = sum_k w_{W-1-k} dz_{t+k}, so a run goes on for W - 1 tokens after its own. RUN + W - 1 is a multiple of AHEAD.
     """
-    tiles: tl.constexpr = (C + BC - 1) // BC
-    channel = tl.program_id(0) % tiles * BC + tl.arange(0, BC)
-    group = tl.program_id(0) // tiles
-    tap = tl.arange(0, WP)
-    dws, db = tl.zeros([WP, BC], tl.float32), tl.zeros([BC], tl.float32)
-    for i in range(TILES):
-        row = (group * TILES + i) * BT + tl.arange(0, BT)
-        inside = (row < ROWS)[:, None] & (channel < C)[None, :]
-        dz = _slope(x, w, bias, place, dy, row, channel, ROWS, T, C, W, SILU)
-        db += tl.sum(dz, 0)
-        dxs = dz * _tap(w, W - 1, channel, C)
-        for back in tl.static_range(1, W):
-            later = row + back
-            reached = _slope(x, w, bias, place, dy, later, channel, ROWS, T, C, W, SILU)
-            dxs += tl.where((_place(place, later, ROWS, T) >= back)[:, None], reached, 0) * _tap(w, W - 1 - back, channel, C)
-        tl.store(dx + row.to(tl.int64)[:, None] * C + channel[None, :], dxs.to(dx.dtype.element_ty), mask=inside)
-        for j in tl.static_range(W):
-            part = tl.sum(dz * _input(x, place, row, channel, W - 1 - j, ROWS, T, C), 0)
-            dws += tl.where((tap == j)[:, None], part[None, :], 0)
-    at = (group * W + tap)[:, None] * C + channel[None, :]
-    tl.store(dw + at, dws, mask=(tap < W)[:, None] & (channel < C)[None, :])
-    tl.store(dbias + group * C + channel, db, mask=channel < C)
+    program = tl.program_id(0)
+    tile, token, channel, at = _begin(program, T, C, RUN, G, BC)
+    taps, b = _taps(weight, channel, C, W), _bias(bias, channel, C, BC)
+    past = _past(x, at, token, channel, T, C, W)
+    nothing = tl.zeros([G, BC], tl.float32)
+    pending = (nothing,) * (W - 1)  # dx of the last W - 1 tokens, the latest first
+    dws, db = (nothing,) * W, nothing
+    for t in range(0, RUN + W - 1, AHEAD):
+        rows = _read(x, at + t * C, token + t, channel, T, C, AHEAD)
+        slopes = _read(dy, at + t * C, token + t, channel, T, C, AHEAD)
+        places = _read_places(place, token + t, T, AHEAD)
+        for i in tl.static_range(AHEAD):
+            z, seen = _sum(rows[i], past, taps, b, places, i, W)
+            past = _newest(rows[i], past, W)
+            dz = slopes[i].to(tl.float32)
+            if SILU:
+                s = 1 / (1 + tl.exp(-z))
+                dz *= s * (1 + z * (1 - s))
+            dz = _reaching(dz, places, i, 0)
+            found = (dz * taps[0],)
+            for k in tl.static_range(1, W):
+                found += (pending[k - 1] + _reaching(dz, places, i, k) * taps[k],)
+            pending = found[: W - 1]
+            own = tl.where(t + i < RUN, dz, 0.0)
+            db += own
+            sums = ()
+            for k in tl.static_range(W):
+                sums += (dws[k] + own * seen[k],)
+            dws = sums
+            done = token + (t + i - (W - 1))  # [G, 1]
+            mask = (done >= token) & (done < T) & (channel < C)
+            tl.store(dx + at + (t + i - (W - 1)) * C, found[W - 1].to(dx.dtype.element_ty), mask=mask)
+    for k in tl.static_range(W):
+        to = (tile.to(tl.int64) * W + W - 1 - k) * C + channel
+        tl.store(dweight + to, tl.sum(dws[k], 0)[None, :], mask=channel < C)
+    if dbias is not None:
+        tl.store(dbias + tile.to(tl.int64) * C + channel, tl.sum(db, 0)[None, :], mask=channel < C)
