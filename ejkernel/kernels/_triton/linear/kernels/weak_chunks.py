@@ -5,9 +5,10 @@ of the chunk for all of them at once: with c the running sum of log decays and m
 
     exp(c_t - c_s) = exp(c_t - m) exp(m - c_s),    both factors between exp(-LIMIT / 2) and exp(LIMIT / 2),
 
-which is what is tested (by `find_weak_chunks` with the sizes of the log decays, which is more than needed). So nothing overflows, nothing is lost to rounding that bfloat16 would keep, and a chunk's scores are one product instead of a
-tree of them. The gate's gradient is then a reverse running sum of `x dx - y dy`. Which chunks are weakly gated is found on the
-device; all others (a reset, -inf) are left to the exact tree.
+which is what is tested (by `find_weak_chunks` with the sizes of the log decays, which is more than needed). So nothing
+overflows, nothing is lost to rounding that bfloat16 would keep, and a chunk's scores are one product instead of a tree of them.
+The gate's gradient is then a reverse running sum of `x dx - y dy`. Which chunks are weakly gated is found on the device; all
+others (a reset, -inf) are left to the exact tree.
 """
 
 from __future__ import annotations
