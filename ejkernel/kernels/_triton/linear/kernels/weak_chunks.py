@@ -86,7 +86,8 @@ def weak_rows(
 
     weak [chunks, H]: 1 where the chunk is, else 0: what is left of it then may be anything, and `gated_rows` writes over it.
     (Looking first and returning would read the gates twice, one wait after the other.) M, M_low, kp: what A, A_low and qd are
-    of queries, of keys in their place with a scale of 1; None where nobody asks.
+    of queries, of keys in their place with a scale of 1; None where nobody asks. With them the scores' blocks of 16 x 16 above
+    the diagonal are not written.
     """
     C: tl.constexpr = 64
     DT: tl.constexpr = kd.dtype.element_ty
@@ -122,17 +123,19 @@ def weak_rows(
             # Operands with tf32's 10 bits, rounded: in bfloat16 they would cost as much as all the A_low.
             scores = dot(bq, tl.trans(bk), scores, tl.float32, "tf32")
         tl.store(chunk_decay + index * KP + col + tl.arange(0, BK), half * half)
+    at = index * (C * C) + (r[:, None] * C + r[None, :])
+    inside = None
+    if kp is not None:
+        inside = (r // 16)[:, None] >= (r // 16)[None, :]  # nobody reads blocks of 16 x 16 above the diagonal
     if q is not None:
         scores = tl.where(r[:, None] >= r[None, :], scores * scale, 0.0)
-        at = index * (C * C) + (r[:, None] * C + r[None, :])
-        tl.store(A + at, scores.to(DT))
+        tl.store(A + at, scores.to(DT), mask=inside)
         if A_low is not None:
-            tl.store(A_low + at, low_part(scores, scores.to(DT)))
+            tl.store(A_low + at, low_part(scores, scores.to(DT)), mask=inside)
     if kp is not None:
         of_keys = tl.where(r[:, None] >= r[None, :], of_keys, 0.0)
-        at = index * (C * C) + (r[:, None] * C + r[None, :])
-        tl.store(M + at, of_keys.to(DT))
-        tl.store(M_low + at, low_part(of_keys, of_keys.to(DT)))
+        tl.store(M + at, of_keys.to(DT), mask=inside)
+        tl.store(M_low + at, low_part(of_keys, of_keys.to(DT)), mask=inside)
     tl.store(weak + index, (tl.max(span, 0) <= LIMIT * (0.5 * LOG2_E)).to(tl.int32))
 
 
