@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
+import triton
+import triton.language as tl
+
 from ejkernel._device import device_of
-from ejkernel.callib import _interpreted
+from ejkernel.callib import _interpreted, triton_call
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
 from ejkernel.kernels._triton.linear._call import Call
 from ejkernel.kernels._triton.linear._plan import Plan
+from ejkernel.kernels._triton.linear.kernels.tiles import nearest_tf32
 from ejkernel.kernels._triton.linear.routes import route_of
 from ejkernel.kernels._triton.linear.routes.rows import rows_of_keys
 from ejkernel.testing.compare import relative_rms
@@ -96,3 +100,19 @@ def test_scores_are_not_biased_where_tf32_products_cut_digits_off(monkeypatch):
     want = np.einsum("tc,sc,tsc->ts", *wide, np.exp(c[:, None] - c[None])) * 32**-0.5
     below = np.tril_indices(64)
     assert abs(np.mean(found[below] / want[below] - 1)) < 1e-4
+
+
+@triton.jit
+def _rounded(x, o):
+    i = tl.arange(0, 8)
+    tl.store(o + i, nearest_tf32(tl.load(x + i)))
+
+
+def test_rounding_to_tf32_keeps_what_is_not_finite():
+    """0x7fffffff, the NaN that a GPU's arithmetic makes, among it."""
+    bits = [0x7FFFFFFF, 0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000, 0x3F800FFF, 0x3F801000, 0xBF801000]
+    x = jnp.asarray(np.asarray(bits, np.uint32).view(np.float32))
+    out = jax.ShapeDtypeStruct((8,), jnp.float32)
+    found = np.asarray(triton_call(arguments={"x": x}, out_shape={"o": out}, kernel=_rounded, grid=(1,), num_warps=1)["o"])
+    step = 2.0**-10
+    np.testing.assert_array_equal(found, [np.nan, np.nan, np.nan, np.inf, -np.inf, 1, 1 + step, -1 - step])

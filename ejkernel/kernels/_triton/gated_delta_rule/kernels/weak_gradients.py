@@ -15,7 +15,7 @@ from ejkernel.kernels._triton.linear.kernels.tiles import (
     channel_log_decay,
     chunk_at,
     dot,
-    exp_of_log,
+    exp2_of_log,
     load_rows,
     load_state,
     onwards,
@@ -103,10 +103,10 @@ def delta_weak_gradients(
         channel_log_decay(g, None, None, token, rows, seq, head, col, False, H, H, 1, K, C, BK, SIGN, EVEN), GATE_PARTS
     )  # [C, BK], [BK]
     bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN).to(tl.float32)
-    fk = (bk * exp_of_log(-c)).to(DT)
-    fr = (bk * exp_of_log(c)).to(DT)
+    fk = (bk * exp2_of_log(-c)).to(DT)
+    fr = (bk * exp2_of_log(c)).to(DT)
     bq = load_rows(q, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN).to(tl.float32)
-    fq = (bq * exp_of_log(c)).to(DT)
+    fq = (bq * exp2_of_log(c)).to(DT)
     aq *= (half * scale)[None, :]
     ar *= -half[None, :]
     ak *= load_per_head(beta, token, rows, head, H, C, SIGN)[:, None] * half[None, :]
@@ -114,12 +114,12 @@ def delta_weak_gradients(
     at = index * (C * C) + (r[:, None] * C + r[None, :])
     scores = tl.load(dN + at)
     aq = dot(scores, fk, aq, DT, PREC)
-    store_rows(dq, exp_of_log(c) * aq, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
+    store_rows(dq, exp2_of_log(c) * aq, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
     ak = dot(tl.trans(scores), fq, ak, DT, PREC)
     scores = tl.load(dM + at)
     ar = dot(scores, fk, ar, DT, PREC)
     ak = dot(tl.trans(scores), fr, ak, DT, PREC)
-    store_rows(dk, exp_of_log(c) * ar + exp_of_log(-c) * ak, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
+    store_rows(dk, exp2_of_log(c) * ar + exp2_of_log(-c) * ak, token, rows, head, col, H, K, C, BK, SIGN, EVEN)
     # As in `weak_axis`, but with the rows as they were rounded for the products: so a pair of rows counts at both by the very
     # same product, and nothing is left of it in rows before both.
     found = fq.to(tl.float32) * aq + fr.to(tl.float32) * ar - fk.to(tl.float32) * ak

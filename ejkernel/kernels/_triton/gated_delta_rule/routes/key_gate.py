@@ -30,7 +30,10 @@ def _written(call: Call, errors: Array) -> Array:
 
 
 def _axes(call: Call, do: Array, dv: Array, written: Array) -> tuple[tuple[Axis, Axis], tuple[Axis, Axis]]:
-    """(key channels, value channels) of the scores of queries with keys, and of keys with keys: each of them reads like q."""
+    """(key channels, value channels) of the scores of queries with keys, and of keys with keys: each of them reads like q.
+
+    written: U, or the errors where the kernels multiply them by beta.
+    """
     q, k, gk, V = call.arrays["query"], call.arrays["key"], call.arrays["gk"], call.dims[4]
     of_queries = Axis(True, q, k, gk, call.plan.scale, False, V), Axis(False, do, written, None, 1.0, False, 1)
     of_keys = Axis(True, k, k, gk, -1.0, False, V), Axis(False, dv, written, None, 1.0, False, 1)
@@ -67,16 +70,15 @@ class DeltaKeyGate(Route):
         back = scan_back(call, saved["rows"], saved, do, dfinal)
         filled = self._weak(call, do, saved, back)
         gates: GateRange = saved["gates"]
-        states, ends, blocked = saved["states"], back.ends, scores_in_blocks
-        written = _written(call, saved["errors"])
-        (queries, values), (keys, values_of_keys) = _axes(call, do, back.value, written)
+        states, errors, ends, betas = saved["states"], saved["errors"], back.ends, saved["correction"].betas
+        (queries, values), (keys, values_of_keys) = _axes(call, do, back.value, errors)
         out: Outputs = {name: shape(x.shape, x.dtype) for name, x in zip(("dx", "dy", "dg"), filled, strict=True)}
-        scores = blocked(call, do, written, gates.weak, call.plan.scale)
-        found = AxisLaunch(call, queries, values, gates, None, scores, states, ends, out).elsewhere(
+        scores = scores_in_blocks(call, do, errors, gates.weak, call.plan.scale, betas=betas)
+        found = AxisLaunch(call, queries, values, gates, None, scores, states, ends, out, betas).elsewhere(
             dict(zip(("dx", "dy", "dg"), filled, strict=True))
         )
         of_keys: Outputs = {"dx": None, "dy": out["dy"], "dg": out["dg"]}
-        scores = blocked(call, back.value, written, gates.weak, -1.0, strict=True)
+        scores = scores_in_blocks(call, back.value, errors, gates.weak, -1.0, betas=betas, strict=True)
         again = AxisLaunch(call, keys, values_of_keys, gates, None, scores, states, None, of_keys).elsewhere(
             {"dy": found["dy"], "dg": found["dg"]}, joined=True
         )

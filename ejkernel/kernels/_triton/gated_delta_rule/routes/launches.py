@@ -225,7 +225,8 @@ def scan_back(call: Call, rows: Rows, saved: Saved, do: Array, dfinal: Array | N
         )["final"]  # fmt: skip
     starts = _starts(call, segments, dfinal, ends, saved["transitions"], adjoint=True)
     out = {
-        "dv": shape((B, T, H, V), call.arrays["value"].dtype), "dbeta": shape((B, T, H, tiles), np.float32),
+        "dv": shape((B, T, H, V), call.arrays["value"].dtype),
+        "dbeta": shape((B, T, H, tiles), call.arrays["beta"].dtype if tiles == 1 else np.float32),
         "final": shape((call.sequences, H, K, V), np.float32),
         "states": shape((call.chunks.count, H, K, V), plan.operand),
     }  # fmt: skip

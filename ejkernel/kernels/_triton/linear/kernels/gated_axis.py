@@ -193,16 +193,18 @@ def _from_states(
     return _rows(from_start), _rows(from_end), through
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _axis_of_chunk(
-    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, chunk_decay2, starts, ends, token, rows, seq, head, index, col,
-    scale,
+    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, betas, chunk_decay2, starts, ends, token, rows, seq, head,
+    index, col, scale,
     dx, dy, dg,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
+    """`gated_axis` of one chunk. A call of its own, as in `gated_rows`: 48 bytes are spilled for 184, but ptxas waits for each
+    product of the tensor cores by itself."""
     C: tl.constexpr = 64
     DT: tl.constexpr = M.dtype.element_ty
     M += index * (SPLIT * C * C)
@@ -296,6 +298,9 @@ def _axis_of_chunk(
         )  # fmt: skip
     # The states are a level whose lower half is everything before the rows, or whose upper half is everything after them.
     dxs, dgs, starting = _add_start(start_rows, before * scale, xs, pre, dxs, dgs)
+    if betas is not None:
+        for t in tl.static_range(8):
+            end_rows = put(end_rows, t, end_rows[t] * tl.load(betas + (index * C + t) + blk * 8))  # [BD, 8] * [1, 8]
     dys, dgs, ending = _add_end(end_rows, after, ys, suf, dys, dgs)
     # The decays of a whole block n also count in what other blocks read and have read across it.
     of_states = _of_blocks(starting, ending, BD)
@@ -320,8 +325,8 @@ def _axis_of_chunk(
 
 @triton.jit
 def gated_axis(
-    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, chunk_decay2, starts, ends, chunks, weak, scale, T, NT, COUNT,
-    filled_dx, filled_dy, filled_dg,
+    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, betas, chunk_decay2, starts, ends, chunks, weak, scale, T, NT,
+    COUNT, filled_dx, filled_dy, filled_dg,
     dx, dy, dg,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
@@ -337,7 +342,8 @@ def gated_axis(
     rows (`scores_in_blocks`, `stored_scores_in_blocks`). block_decays [chunks, H, 8, D]: each block's decay.
 
     x2, y2 [tokens, heads, D2], or, where the other axis has a gate, [chunks, H, 2, 64, P2] with its decays in them, and
-    chunk_decay2 [chunks, H, P2] its decay over a chunk (`gated_rows`); P2 is 0 where it has none.
+    chunk_decay2 [chunks, H, P2] its decay over a chunk (`gated_rows`); P2 is 0 where it has none. betas
+    [chunks, H, 64]: a factor of each row of y2, or None.
 
     starts, ends [chunks, H, SPLIT, K, V]: state before, adjoint after each chunk; STRIDE and STRIDE2 are the own and the
     other channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the scores, which
@@ -356,7 +362,7 @@ def gated_axis(
             index = s.to(tl.int64) * H + head
             if (rows > 0) & (tl.load(weak + index) == 0):
                 _axis_of_chunk(
-                    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, chunk_decay2, starts, ends, token, rows, seq,
-                    head, index, tile * BD, scale, dx, dy, dg, H, HX, HY, HG, HGS, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
-                    SIGN, EVEN, PREC, SPLIT, STAGES, STATES_FIRST, JOINED,
+                    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, betas, chunk_decay2, starts, ends, token, rows,
+                    seq, head, index, tile * BD, scale, dx, dy, dg, H, HX, HY, HG, HGS, HX2, HY2, D, D2, P2, BD, B2, STRIDE,
+                    STRIDE2, SIGN, EVEN, PREC, SPLIT, STAGES, STATES_FIRST, JOINED,
                 )  # fmt: skip

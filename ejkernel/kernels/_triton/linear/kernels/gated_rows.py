@@ -55,13 +55,15 @@ def _double(fq, fk, total, AXIS: tl.constexpr):
     return fq * tl.where(b, left, 1.0), fk * tl.where(b, 1.0, right), left * right
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _rows_of_chunk(
     q, k, g, gs, gamma, token, rows, seq, head, index, scale,
     A, A_low, qd, kd, chunk_decay, block_decays,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, BK: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
+    """`gated_rows` of one chunk. A call of its own: inlined into the loop over chunks, every address that the chunks have in
+    common is kept in a register across it, and 656 bytes are spilled for 8."""
     C: tl.constexpr = 64
     DT: tl.constexpr = kd.dtype.element_ty
     PT: tl.constexpr = tl.float32 if SPLIT == 2 else DT  # of the tree's operands, multiplied as tf32

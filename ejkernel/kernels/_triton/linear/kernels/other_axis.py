@@ -53,14 +53,15 @@ def other_rows(
 
 @triton.jit
 def scores_in_blocks(
-    x, y, chunks, weak, scale, T, NT,
+    x, y, betas, chunks, weak, scale, T, NT,
     M, within_blocks,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr,
     EVEN: tl.constexpr, PREC: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
     """Programs: chunks * heads. M [chunks, H, 64, 64] in block order: scale * x_t . y_s for s <= t, and the same at (s, t).
 
-    Nothing for chunks that are `weak` [chunks, H]. STRICT: 0 for s = t.
+    Nothing for chunks that are `weak` [chunks, H]. STRICT: 0 for s = t. betas [chunks, H, 64]: a factor of each row of
+    y, or None.
 
     within_blocks [chunks, H, 8, 8, 8], float32: element [b, s, t] is the score of rows (t, s) of block b.
     """
@@ -80,6 +81,10 @@ def scores_in_blocks(
         by = _rows_in_blocks(y, token, rows, head // (H // HY), col, HY, D, BD, SIGN, EVEN)
         lower = dot(bx, tl.trans(by), lower, M.dtype.element_ty, PREC)
         upper = dot(by, tl.trans(bx), upper, M.dtype.element_ty, PREC)
+    if betas is not None:
+        factors = tl.load(betas + (s.to(tl.int64) * H + head) * C + row)  # [C]
+        lower *= factors[None, :]
+        upper *= factors[:, None]
     scores = tl.where(row[:, None] >= row[None, :], lower, upper) * scale
     if STRICT:
         scores = tl.where(row[:, None] == row[None, :], 0.0, scores)

@@ -19,15 +19,25 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # of the kernels imported now
 
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def exp2_of_log(x):
+    """2^x for a log decay in base 2, by the one instruction that it takes: tl.exp2 adds a range that no decay needs."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
 @triton.jit
 def exp_of_log(x):
-    """exp(x) for a log decay, by the one instruction that it takes: tl.exp adds a range that no decay needs."""
+    """exp(x) for a log decay: see `exp2_of_log`."""
     if INTERPRETED:
         return tl.exp(x)
     else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return exp2_of_log(x * LOG2_E)
 
 
 @triton.jit
@@ -161,9 +171,14 @@ def dot(a, b, acc, DT: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def nearest_tf32(x):
-    """float32 x with the 10 bits that a tf32 product reads of it, rounded: Hopper's tensor cores would cut the others off."""
-    rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x)  # a NaN stays one: its bits might overflow to 0
+    """float32 x whose upper 10 bits, which are what a tf32 product reads of it, are rounded: tensor cores cut the others off.
+
+    The NaN that arithmetic makes, 0x7fffffff, would overflow to a zero; so it is lowered first, to another NaN.
+    """
+    bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF) + 0x1000
+    if INTERPRETED:
+        bits &= -0x2000  # as the tensor cores do
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

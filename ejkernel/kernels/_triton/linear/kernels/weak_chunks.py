@@ -1,13 +1,14 @@
 """Weakly gated chunks of 64 rows, bfloat16: the short form of `gated_rows` and `gated_axis`.
 
-Where the sizes of a chunk's log decays add up to at most LIMIT in every channel, the decay between rows s <= t can be divided
-in the middle of the chunk for all of them at once: with c the running sum of log decays and m half of its last value,
+Where a chunk's log decays add up to at most LIMIT in every channel, the decay between rows s <= t can be divided in the middle
+of the chunk for all of them at once: with c the running sum of log decays and m half of its last value,
 
     exp(c_t - c_s) = exp(c_t - m) exp(m - c_s),    both factors between exp(-LIMIT / 2) and exp(LIMIT / 2),
 
-so nothing overflows, nothing is lost to rounding that bfloat16 would keep, and a chunk's scores are one product instead of a
-tree of them. The gate's gradient is then a reverse running sum of `x dx - y dy`. Which chunks are weakly gated is found on the
-device; all others (a reset, -inf) are left to the exact tree.
+which is what is tested (by `find_weak_chunks` with the sizes of the log decays, which is more than needed). So nothing
+overflows, nothing is lost to rounding that bfloat16 would keep, and a chunk's scores are one product instead of a tree of them.
+The gate's gradient is then a reverse running sum of `x dx - y dy`. Which chunks are weakly gated is found on the device; all
+others (a reset, -inf) are left to the exact tree.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import triton.language as tl
 
 from ejkernel.kernels._triton.linear.kernels.other_axis import other_rows
 from ejkernel.kernels._triton.linear.kernels.tiles import (
+    LOG2_E,
     channel_log_decay,
     chunk_at,
     dot,
     dot_split,
+    exp2_of_log,
     exp_of_log,
     load_rows,
     load_state,
@@ -31,16 +34,15 @@ from ejkernel.kernels._triton.linear.kernels.tiles import (
     store_split,
     sums,
     term_at,
-    upto,
 )
 
 
 @triton.jit
 def from_middle(logs, GATE_PARTS: tl.constexpr):
-    """(c - m [C, BD], exp(m) [BD]) of log decays [C, BD]."""
-    c = sums(upto(logs.shape[0]), logs, GATE_PARTS)
-    m = tl.sum(logs, 0) * 0.5
-    return c - m[None, :], tl.exp(m)
+    """(c - m in base 2 [C, BD], exp(m) [BD]) of log decays [C, BD]."""
+    r = tl.arange(0, logs.shape[0])
+    halves = tl.where(r[None, :] <= r[:, None], 0.5, -0.5).to(tl.bfloat16)  # half of what is before less half of what is after
+    return sums(halves, logs, GATE_PARTS) * LOG2_E, tl.exp(tl.sum(logs, 0) * 0.5)
 
 
 @triton.jit
@@ -84,7 +86,8 @@ def weak_rows(
 
     weak [chunks, H]: 1 where the chunk is, else 0: what is left of it then may be anything, and `gated_rows` writes over it.
     (Looking first and returning would read the gates twice, one wait after the other.) M, M_low, kp: what A, A_low and qd are
-    of queries, of keys in their place with a scale of 1; None where nobody asks.
+    of queries, of keys in their place with a scale of 1; None where nobody asks. With them the scores' blocks of 16 x 16 above
+    the diagonal are not written.
     """
     C: tl.constexpr = 64
     DT: tl.constexpr = kd.dtype.element_ty
@@ -98,40 +101,42 @@ def weak_rows(
     r = tl.arange(0, C)
     scores = tl.zeros([C, C], tl.float32)
     of_keys = tl.zeros([C, C], tl.float32)
-    span = 0.0
+    span = tl.zeros([C], tl.float32)
     for col in range(0, KP, BK):
         bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN)
         if q is not None:
             bq = load_rows(q, token, rows, head // (H // HQ), col, HQ, K, C, BK, SIGN, EVEN)
         logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, K, C, BK, SIGN, EVEN)  # [C, BK]
-        span = tl.maximum(span, tl.max(tl.sum(tl.abs(logs), 0), 0))
         c, half = from_middle(logs, GATE_PARTS)
+        span = tl.maximum(span, tl.max(tl.abs(c), 1))
         if kp is not None:
-            read = bk.to(tl.float32) * exp_of_log(c)
-        bk = bk.to(tl.float32) * exp_of_log(-c)
+            read = bk.to(tl.float32) * exp2_of_log(c)
+        bk = bk.to(tl.float32) * exp2_of_log(-c)
         at = r[:, None] * KP + (col + tl.arange(0, BK))[None, :]
         store_split(kd, index * SPLIT, C * KP, at, bk * half[None, :], SPLIT)
         if kp is not None:
             store_split(kp, index * SPLIT, C * KP, at, read * half[None, :], SPLIT)
             of_keys = dot(read, tl.trans(bk), of_keys, tl.float32, "tf32")
         if q is not None:
-            bq = bq.to(tl.float32) * (exp_of_log(c) * scale)
-            store_split(qd, index * SPLIT, C * KP, at, bq * half[None, :], SPLIT)
+            bq = bq.to(tl.float32) * exp2_of_log(c)
+            store_split(qd, index * SPLIT, C * KP, at, bq * (half * scale)[None, :], SPLIT)
             # Operands with tf32's 10 bits, rounded: in bfloat16 they would cost as much as all the A_low.
             scores = dot(bq, tl.trans(bk), scores, tl.float32, "tf32")
         tl.store(chunk_decay + index * KP + col + tl.arange(0, BK), half * half)
+    at = index * (C * C) + (r[:, None] * C + r[None, :])
+    inside = None
+    if kp is not None:
+        inside = (r // 16)[:, None] >= (r // 16)[None, :]  # nobody reads blocks of 16 x 16 above the diagonal
     if q is not None:
-        scores = tl.where(r[:, None] >= r[None, :], scores, 0.0)
-        at = index * (C * C) + (r[:, None] * C + r[None, :])
-        tl.store(A + at, scores.to(DT))
+        scores = tl.where(r[:, None] >= r[None, :], scores * scale, 0.0)
+        tl.store(A + at, scores.to(DT), mask=inside)
         if A_low is not None:
-            tl.store(A_low + at, low_part(scores, scores.to(DT)))
+            tl.store(A_low + at, low_part(scores, scores.to(DT)), mask=inside)
     if kp is not None:
         of_keys = tl.where(r[:, None] >= r[None, :], of_keys, 0.0)
-        at = index * (C * C) + (r[:, None] * C + r[None, :])
-        tl.store(M + at, of_keys.to(DT))
-        tl.store(M_low + at, low_part(of_keys, of_keys.to(DT)))
-    tl.store(weak + index, (span <= LIMIT).to(tl.int32))
+        tl.store(M + at, of_keys.to(DT), mask=inside)
+        tl.store(M_low + at, low_part(of_keys, of_keys.to(DT)), mask=inside)
+    tl.store(weak + index, (tl.max(span, 0) <= LIMIT * (0.5 * LOG2_E)).to(tl.int32))
 
 
 @triton.jit
@@ -198,20 +203,20 @@ def weak_axis(
     c, half = from_middle(
         channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, D, C, BD, SIGN, EVEN), GATE_PARTS
     )  # [C, BD], [BD]
-    fy = load_rows(y, token, rows, head // (H // HY), col, HY, D, C, BD, SIGN, EVEN).to(tl.float32) * exp_of_log(-c)
+    fy = load_rows(y, token, rows, head // (H // HY), col, HY, D, C, BD, SIGN, EVEN).to(tl.float32) * exp2_of_log(-c)
     if dy is not None:
         ay *= half[None, :]
     if dg is not None:
         everything = through * half * half + tl.sum(fy * ay, 0)
     ax = dot_split(M, M_low, fy.to(DT), low_part(fy, fy.to(DT)), ax * (half * scale)[None, :])
     if dy is not None:
-        fx = load_rows(x, token, rows, head // (H // HX), col, HX, D, C, BD, SIGN, EVEN).to(tl.float32) * exp_of_log(c)
+        fx = load_rows(x, token, rows, head // (H // HX), col, HX, D, C, BD, SIGN, EVEN).to(tl.float32) * exp2_of_log(c)
         ay = dot_split(tl.trans(M), tl.trans(M_low), fx.to(DT), low_part(fx, fx.to(DT)), ay)
         if dg is not None:
             # The decay of row j is in what every row t >= j reads and in what is read of every row s < j. A pair (t, s) counts
             # at t and, negative, at s, by products that differ by 2^-17: from rows before both that is all that is left of it.
             found = sums(onwards(C), fx * ax - fy * ay, 2) + everything[None, :]
             store_rows(dg, found, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
-        store_rows(dy, exp_of_log(-c) * ay, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
+        store_rows(dy, exp2_of_log(-c) * ay, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
     if dx is not None:
-        store_rows(dx, exp_of_log(c) * ax, token, rows, head, col, H, D, C, BD, SIGN, EVEN)
+        store_rows(dx, exp2_of_log(c) * ax, token, rows, head, col, H, D, C, BD, SIGN, EVEN)

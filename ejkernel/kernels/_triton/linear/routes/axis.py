@@ -95,6 +95,7 @@ class AxisLaunch:
         blocked: the other axis' scores in block order: M and within_blocks of `gated_axis`.
         starts, ends: state before and adjoint after each chunk.
         out: what to compute.
+        betas: a factor of each of the other axis' rows y, [chunks, H, 64]; for `elsewhere` alone.
     """
 
     call: Call
@@ -106,6 +107,7 @@ class AxisLaunch:
     starts: Array
     ends: Array | None
     out: Outputs
+    betas: Array | None = None
 
     def everywhere(self) -> dict[str, Array]:
         """dx, dy, dg: first in the weakly gated chunks, then in the others."""
@@ -136,7 +138,8 @@ class AxisLaunch:
         split = common["SPLIT"] == 2
         memory = {f"filled_{name}": filled.get(name) for name in self.out}
         arguments = {
-            **self._arguments(), **self.blocked, "block_decays": self.gates.block_decays, "COUNT": chunks.count, **memory,
+            **self._arguments(), **self.blocked, "betas": self.betas, "block_decays": self.gates.block_decays,
+            "COUNT": chunks.count, **memory,
         }  # fmt: skip
         return triton_call(
             arguments=arguments, out_shape=self.out, kernel=gated_axis.gated_axis,
@@ -179,11 +182,17 @@ def blocked_shapes(call: Call, split: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {"M": shape((n, H, split, 64, 64), call.plan.operand), "within_blocks": shape((n, H, 8, 8, 8), np.float32)}
 
 
-def scores_in_blocks(call: Call, x: Array, y: Array, weak: Array, scale: float, *, strict: bool = False) -> dict[str, Array]:
-    """scale * x y^T of value channels without a gate, in those chunks that are not weakly gated; strict: 0 on the diagonal."""
+def scores_in_blocks(
+    call: Call, x: Array, y: Array, weak: Array, scale: float, *, betas: Array | None = None, strict: bool = False
+) -> dict[str, Array]:
+    """scale * x y^T of value channels without a gate, in those chunks that are not weakly gated.
+
+    betas: a factor of each row of y, [chunks, H, 64]; strict: 0 on the diagonal.
+    """
     H, D, chunks = call.dims[2], y.shape[3], call.chunks
     return triton_call(
-        arguments={"x": x, "y": y, "weak": weak, "scale": scale, **chunks.arguments}, out_shape=blocked_shapes(call, 1),
-        kernel=other_axis.scores_in_blocks, grid=(chunks.count * H,), H=H, HX=heads(x), HY=heads(y), D=D, BD=tile(D, 128),
-        SIGN=call.plan.sign, EVEN=chunks.even, PREC=call.plan.precision, STRICT=strict, num_warps=4, num_stages=1,
+        arguments={"x": x, "y": y, "betas": betas, "weak": weak, "scale": scale, **chunks.arguments},
+        out_shape=blocked_shapes(call, 1), kernel=other_axis.scores_in_blocks, grid=(chunks.count * H,), H=H, HX=heads(x),
+        HY=heads(y), D=D, BD=tile(D, 128), SIGN=call.plan.sign, EVEN=chunks.even, PREC=call.plan.precision, STRICT=strict,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
