@@ -47,6 +47,20 @@ LARGE = [
     Case(("g", "gk", "gv", "g_gamma"), "mild", (4, 4, 8, 4, 128, 128), schedule="recurrent", state=True, **BF16),
 ]
 
+ALONE = [  # forward passes without a gradient, which may take other kernels
+    *(case for case in LARGE if "gk" in case.gates),
+    *(
+        Case(("gk",), "mild", (2, tokens, 4, 2, K, K), gate_dtype="bfloat16", state=True, **BF16)
+        for tokens in (512, 300, 4096)
+        for K in (64, 128)
+    ),
+    *(
+        Case(("gk",), strength, (1, 601, 2, 1, 128, 96), cu_seqlens=LONG, gate_dtype="bfloat16", state=True, **BF16)
+        for strength in ("mild", "positive", "resets now and then")
+    ),
+    Case(("gk", "g", "g_gamma"), "mild", (1, 300, 2, 1, 100, 36), state=True, reverse=True, **BF16),
+]
+
 
 def run(case: Case, heuristic: bool = False):
     arrays, (wo, ws) = case.arrays(), case.weights()
@@ -96,6 +110,19 @@ def test_matches_float64(case):
     of_values, of_gradients = LINEAR_TOLERANCES[case.dtype]
     limits = {name: of_values if name in ("output", "final state") else of_gradients for name in errors}
     assert not {name: (e, limits[name]) for name, e in errors.items() if e > limits[name]}
+
+
+@pytest.mark.parametrize("case", ALONE, ids=str)
+def test_forward_alone_matches_float64(case):
+    cfg = LinearConfig(schedule=case.schedule, block_q=case.block_q)
+    cu = None if case.cu_seqlens is None else jnp.array(case.cu_seqlens, jnp.int32)
+    forward = jax.jit(lambda arrays, cu: recurrent(**arrays, cu_seqlens=cu, reverse=case.reverse, cfg=cfg))
+    values = forward(case.arrays(), cu)
+    want, _ = value_and_grads(case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, case.cu_seqlens)
+    errors = [relative_rms(x, y) for x, y in zip(values, want, strict=True)]
+    print(case, [f"{e:.1e}" for e in errors])
+    assert max(errors) < LINEAR_TOLERANCES[case.dtype][0]
+    jax.tree.map(np.testing.assert_array_equal, values, forward(case.arrays(), cu))
 
 
 @pytest.mark.parametrize("gate", ["g", "gk", "gv"])

@@ -21,7 +21,6 @@ MANY = 8
 # state as its first row, a row-major state's stride, a gate that has as many heads as the states.
 CROSSED = {
     ("scans.py", "load_state", "b", "a"),
-    ("column_scan.py", "state_at_start", "b", "a"),
     ("key_value_scan.py", "state_at_start", "b", "a"),
     ("rows_scan.py", "state_at_start", "b", "a"),
     ("key_value_scan.py", "_store_part", "PART", "a"),

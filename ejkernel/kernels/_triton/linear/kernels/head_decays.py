@@ -13,7 +13,6 @@ import triton.language as tl
 
 from ejkernel.kernels._triton.linear.kernels.tiles import chunk_at, exp_of_log, head_log_decay, program_at, sums, upto
 
-WEAK_SUM = tl.constexpr(40.0)  # of log decays, either way: a state times its exponential keeps its digits
 RESET = tl.constexpr(-89.5)  # a difference of neighbouring running sums below it is a clamped step
 
 
@@ -117,18 +116,3 @@ def not_reset(gs, index, C: tl.constexpr):
     r = tl.arange(0, C)
     before = tl.load(gs + index * C + r - 1, mask=r > 0, other=0.0)
     return tl.load(gs + index * C + r) - before > RESET
-
-
-@triton.jit
-def weak_segment(gs, constant, first, count, head, H: tl.constexpr, C: tl.constexpr):
-    """Whether no running sum of log decays goes beyond `WEAK_SUM` in any of a segment's chunks."""
-    if gs is None:
-        return tl.abs(constant) * C <= WEAK_SUM
-    else:
-        r = tl.arange(0, C)[None, :]
-        most = 0.0
-        for n in range(0, count, 32):
-            i = n + tl.arange(0, 32)[:, None]
-            at = gs + ((first + i).to(tl.int64) * H + head) * C + r
-            most = tl.maximum(most, tl.max(tl.max(tl.abs(tl.load(at, mask=i < count, other=0.0)), 1), 0))
-        return most <= WEAK_SUM

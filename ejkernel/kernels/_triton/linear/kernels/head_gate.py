@@ -13,13 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.linear.kernels.head_decays import (
-    constant_decay,
-    decay_matrix,
-    head_decays,
-    not_reset,
-    weak_segment,
-)
+from ejkernel.kernels._triton.linear.kernels.head_decays import constant_decay, decay_matrix, head_decays, not_reset
 from ejkernel.kernels._triton.linear.kernels.segments import (
     chunk_in_turn,
     ends_sequence,
@@ -41,7 +35,7 @@ from ejkernel.kernels._triton.linear.kernels.tiles import (
 
 @triton.jit
 def head_gate_scan(
-    q, k, v, gs, gamma, begin, ends, end_decay, chunks, segments, scale, T, NT, NS, SC, filled_o, filled_final, filled_states,
+    q, k, v, gs, gamma, begin, ends, end_decay, chunks, segments, scale, T, NT, NS, SC,
     o, final, states,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, DECAYS: tl.constexpr,
@@ -52,8 +46,7 @@ def head_gate_scan(
 
     STRIDE_K, STRIDE_V: of begin, ends and final, which may be stored transposed; ends' decays [.., DECAYS] are all alike.
     ADJOINT goes back in time and lets every row see the rows from it on: with (v, do, q) for (q, k, v) it gives dk, with
-    (k, q, do) dv. (Not adjoint, (do, v, k) gives dq.) filled_o, filled_final, filled_states: the memory of o, final and states
-    where `head_gate_column_scan` has done the weakly gated segments already; else None.
+    (k, q, do) dv. (Not adjoint, (do, v, k) gives dq.)
     """
     GATED: tl.constexpr = (gs is not None) or (gamma is not None)
     TV: tl.constexpr = (V + BV - 1) // BV
@@ -63,9 +56,6 @@ def head_gate_scan(
     if idle:
         return
     _g, first, count, seq, _place, _total = segment
-    if filled_o is not None:
-        if weak_segment(gs, constant_decay(gamma, seq, head, H), first, count, head, H, C):
-            return
     S = state_at_start(
         begin, ends, end_decay, None, segment, head, 0, b, ADJOINT, H, K, V, STRIDE_K, STRIDE_V, BK, BV, DECAYS
     )  # [BK, BV]

@@ -13,7 +13,6 @@ from ejkernel.kernels._triton.linear._call import Call, heads, shape, states_in_
 from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.kernels import head_gate
-from ejkernel.kernels._triton.linear.kernels.column_scan import head_gate_column_scan
 from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
 from ejkernel.kernels._triton.linear.routes.scans import Ends, scan_rows, scan_states, segment_ends, wide_tiles
 
@@ -246,21 +245,12 @@ def _scan(
         "q": q, "k": k, "v": v, **call.head_gates, "begin": begin, "ends": ends.states, "end_decay": ends.key_decays,
         "scale": plan.scale, **chunks.arguments, **segments.arguments,
     }  # fmt: skip
-    launch: dict[str, Any] = dict(
-        out_shape=out, grid=(cdiv(V, BV) * segments.count * H,), HQ=heads(q), HK=heads(k), HV=heads(v), K=K, V=V, BK=BK, BV=BV,
-        STRIDE_K=1 if transposed else V, STRIDE_V=K if transposed else 1, DECAYS=V if transposed else K, ADJOINT=adjoint,
-        EXACT=plan.exact, STAGES=stages, num_warps=plan.num_warps or 4, shrink_stages=call.shrinks_stages, **call.constants(),
-    )  # fmt: skip
-    filled: dict[str, Array] = {}
-    if plan.state_by_columns and plan.bfloat16:
-        filled = triton_call(arguments=arguments, kernel=head_gate_column_scan, **launch)
-        if not plan.gates:
-            return filled
-    memory = {f"filled_{name}": filled.get(name) for name in out}
-    aliases = {f"filled_{name}": name for name in filled} or None
     return triton_call(
-        arguments={**arguments, **memory}, kernel=head_gate.head_gate_scan, input_output_aliases=aliases, **launch
-    )
+        arguments=arguments, out_shape=out, kernel=head_gate.head_gate_scan, grid=(cdiv(V, BV) * segments.count * H,),
+        HQ=heads(q), HK=heads(k), HV=heads(v), K=K, V=V, BK=BK, BV=BV, STRIDE_K=1 if transposed else V,
+        STRIDE_V=K if transposed else 1, DECAYS=V if transposed else K, ADJOINT=adjoint, EXACT=plan.exact, STAGES=stages,
+        num_warps=plan.num_warps or 4, shrink_stages=call.shrinks_stages, **call.constants(),
+    )  # fmt: skip
 
 
 def _chunk_gradients(call: Call, do: Array, starts: Array, ends: Array, *, of_value: bool) -> dict[str, Array]:
