@@ -2,7 +2,7 @@
 
     python -m benchmarks.linear_attention_gpu [--json rows.jsonl] [--sides ours fla jla] [--rows TEXT ...] [--kernels]
     python -m benchmarks.linear_attention_gpu --ours-only --cfg '{"block_d": 32}'       ours alone, with other tiles
-    python -m benchmarks.linear_attention_gpu --ours-only --plan '{"scan_weak": false}'       with another plan
+    python -m benchmarks.linear_attention_gpu --ours-only --plan '{"min_segment": 4}'         with another plan
     python -m benchmarks.linear_attention_gpu --errors [--json errors.jsonl]            errors of each side against float64
     python -m benchmarks.linear_attention_gpu --plot rows.jsonl picture.png
     python -m benchmarks.linear_attention_gpu --tiny                                    tries the script, on any device

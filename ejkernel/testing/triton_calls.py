@@ -13,7 +13,6 @@ CALLS = {  # name: (gates, K, V, dtype)
     "g": (("g",), 128, 128, "bfloat16"),
     "g_gamma": (("g_gamma",), 64, 64, "bfloat16"),
     "gk": (("gk",), 128, 128, "bfloat16"),
-    "gk forward": (("gk",), 128, 128, "bfloat16"),
     "gk wide": (("gk",), 256, 512, "bfloat16"),
     "g broad": (("g",), 256, 512, "bfloat16"),
     "g wide": (("g",), 512, 320, "bfloat16"),

@@ -42,7 +42,7 @@ PACKED = (0, 5, 5, 70, 130)
 RESETS = "resets now and then"  # some chunks are weakly gated, others are not: both ways are watched
 _LONG, _SHORT = GatedDeltaRuleConfig("chunked", 64), GatedDeltaRuleConfig("chunked", 32)
 BF16: dict[str, Any] = {"dtype": "bfloat16", "gate_dtype": "bfloat16", "block_q": 64, "state": True}
-CASES: list[Case | DeltaRun | AttentionRun | ForwardRun | ConvolutionRun] = [
+CASES: list[Case | DeltaRun | AttentionRun | ConvolutionRun] = [
     Case((), shape=(1, 70, 2, 1, 40, 24), **BF16),
     Case((), shape=(1, 2100, 1, 1, 24, 40), **BF16),  # splits the sequence
     Case(("g",), shape=(1, 70, 2, 1, 100, 36), block_q=32, state=True),
@@ -130,31 +130,6 @@ CASES += [
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardRun:
-    """A call without a gradient, which may launch other kernels."""
-
-    case: Case
-
-    def __str__(self) -> str:
-        return f"forward {self.case}"
-
-    @property
-    def cu_seqlens(self) -> tuple[int, ...] | None:
-        return self.case.cu_seqlens
-
-    def arrays(self) -> dict[str, jax.Array]:
-        return self.case.arrays()
-
-    def weights(self) -> Any:
-        return self.case.weights()
-
-    def function(self, cu_seqlens: Any, **arrays: jax.Array) -> Any:
-        cfg = LinearConfig(schedule=self.case.schedule, block_q=self.case.block_q)
-        alone = functools.partial(recurrent, reverse=self.case.reverse, cfg=cfg, cu_seqlens=cu_seqlens)
-        return jax.lax.stop_gradient(alone(**jax.lax.stop_gradient(arrays)))
-
-
-@dataclasses.dataclass(frozen=True)
 class ConvolutionRun:
     """The short convolution's kernels."""
 
@@ -175,7 +150,6 @@ class ConvolutionRun:
 
 
 CASES += [
-    ForwardRun(Case(("gk",), RESETS, shape=(1, 200, 2, 1, 100, 36), **BF16)),
     ConvolutionRun(),
     ConvolutionRun(PACKED),
 ]
@@ -199,9 +173,9 @@ def name_of(kernel: Any) -> str:
     return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__qualname__}"
 
 
-def value_and_gradient(case: Case | DeltaRun | AttentionRun | ForwardRun | ConvolutionRun) -> Any:
+def value_and_gradient(case: Case | DeltaRun | AttentionRun | ConvolutionRun) -> Any:
     """Values and gradients of a case's loss."""
-    if isinstance(case, AttentionRun | ForwardRun | ConvolutionRun):
+    if isinstance(case, AttentionRun | ConvolutionRun):
         function: Any = case.function
     elif isinstance(case, DeltaRun):
         function = functools.partial(gated_delta_rule, reverse=case.case.reverse, cfg=case.cfg)
@@ -219,7 +193,7 @@ def value_and_gradient(case: Case | DeltaRun | AttentionRun | ForwardRun | Convo
     return run
 
 
-def arguments(case: Case | DeltaRun | AttentionRun | ForwardRun | ConvolutionRun) -> tuple[Any, Any, Any]:
+def arguments(case: Case | DeltaRun | AttentionRun | ConvolutionRun) -> tuple[Any, Any, Any]:
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         arrays = {name: np.asarray(x) for name, x in jax.jit(case.arrays)().items()}
     cu_seqlens = None if case.cu_seqlens is None else np.asarray(case.cu_seqlens, np.int32)

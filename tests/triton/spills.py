@@ -33,7 +33,6 @@ _WEAK_AXIS = (
     "64 channels, 4 warps 0.477 ms on r1 (272 bytes, Triton 3.6); rows made again instead of kept 0.588, 64 other channels "
     "a turn 0.641, 32 channels 0.709 and with 168 registers 0.588"
 )
-_WEAK_SCAN = "1634 instructions a chunk of 128 channels by Triton 3.6 (24 bytes, even lengths); not measured yet"
 _NARROW_SCAN = "only the segments' ends; 64 value channels 0.334 ms on r4 for everything, before `scan_rows_wide`"
 _WIDE_SCAN = (
     "both passes with states 0.74 to 0.79 ms on r4 (48 bytes, Triton 3.6), 1.00 by `scan_rows`; without states nothing spills"
@@ -63,9 +62,6 @@ SPILLS = [
     Spill(90, "gk", "gated_axis", 272, _AXIS),
     Spill(90, "gk", "weak_rows", 160, _WEAK_ROWS),
     Spill(90, "gk", "weak_axis", 688, _WEAK_AXIS),
-    Spill(90, "gk forward", "weak_scan", 216, _WEAK_SCAN),
-    Spill(90, "gk forward", "weak_rows", 144, _WEAK_ROWS),
-    Spill(90, "gk forward", "gated_rows", 144, _ROWS),
     Spill(90, "gk wide", "weak_rows", 400, "128 channels a turn 0.159 ms on r4; 64 and 168 registers 0.170"),
     Spill(90, "gk wide", "weak_axis", 520, "0.935 ms on r4; 64 other channels a turn 1.17, 32 channels 1.22"),
     Spill(90, "gk wide", "gated_rows", 960, _ROWS),
@@ -89,9 +85,6 @@ SPILLS = [
     Spill(80, "g float16", "head_gate_scan", 280, _AMPERE),
     Spill(80, "gk", "scan_rows", 664, _AMPERE),
     Spill(80, "gk", "gated_axis", 1416, _AMPERE),
-    Spill(80, "gk forward", "weak_scan", 480, _AMPERE),
-    Spill(80, "gk forward", "weak_rows", 88, _AMPERE),
-    Spill(80, "gk forward", "scan_rows", 368, _AMPERE),
     Spill(80, "gk wide", "gated_axis", 240, _AMPERE),
     Spill(80, "gk wide", "scores_in_blocks", 1064, _AMPERE),
     Spill(80, "gk wide", "gated_rows", 296, _AMPERE),

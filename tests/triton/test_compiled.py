@@ -17,7 +17,7 @@ from tests.triton.spills import outdated, unexplained
 # All of ejkernel.testing.triton_calls, in groups that take about as long (25 s where nothing is cached).
 GROUPS = [
     ["none", "gk", "g broad", "g float16", "decode"],
-    ["g", "g_gamma", "gk forward", "gk wide", "g wide"],
+    ["g", "g_gamma", "gk wide", "g wide"],
     ["gk gv", "gk gv forward", "all float32"],
     ["delta head", "delta none wide", "delta head float32"],
     ["delta channel", "delta channel wide", "delta channel float32"],

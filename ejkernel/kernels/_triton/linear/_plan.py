@@ -22,8 +22,6 @@ ROWS = (16, 32, 64, 128)  # legal block_q
 WEAK_LIMIT = 80.0
 MIN_SEGMENT = 8
 COMPARE_ALL = 1 << 22
-SCAN_WEAK = True
-SCORE_PARTS = 3
 STATE_BYTES = 1 << 30
 
 
@@ -53,8 +51,6 @@ class Plan:
         min_segment: chunks of the shortest segment that is worth its own programs; shorter ones cost more in their combination
             than they save.
         compare_all: comparisons that one small kernel does faster than a search or a running sum, which takes a dozen kernels.
-        scan_weak: whether weakly gated sequences with gates per key channel have a forward pass of their own (`weak_scan`).
-        score_parts: products of bfloat16 that make its scores: 3, of high and low parts, or 1.
         state_bytes: bytes of states that a forward pass may store where no gradient is to come; a longer call goes in windows.
         segment: chunks of a segment, where backward passes need those of the forward pass, on every device of a mesh.
     """
@@ -77,8 +73,6 @@ class Plan:
     weak_limit: float = WEAK_LIMIT
     min_segment: int = MIN_SEGMENT
     compare_all: int = COMPARE_ALL
-    scan_weak: bool = SCAN_WEAK
-    score_parts: int = SCORE_PARTS
     state_bytes: int = STATE_BYTES
     segment: int | None = None
 

@@ -25,8 +25,7 @@ from ejkernel.kernels._triton.linear.kernels.tiles import load_rows, program_at,
 
 @triton.jit
 def scan_rows(
-    qd, kd, chunk_decay, A, A_low, v, begin, ends, end_decay, strong, chunks, segments, T, NT, NS, SC, filled_o, filled_final,
-    filled_segment_decay,
+    qd, kd, chunk_decay, A, A_low, v, begin, ends, end_decay, chunks, segments, T, NT, NS, SC,
     o, final, states, segment_decay,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     EVEN: tl.constexpr, ADJOINT: tl.constexpr, STAGES: tl.constexpr,
@@ -34,8 +33,7 @@ def scan_rows(
     """Programs: value tiles * segments * heads. With segment_decay given: only each segment's end (in final) and decay.
 
     A_low: the low part of A, where that matters, else None. ADJOINT goes back in time with q * pre for kd, k * suf for qd and
-    do for v: o is then dv, states the adjoints after every chunk. strong [sequences, H]: 0 where `weak_scan` has done the
-    sequence already, in the memory of filled_o, filled_final and filled_segment_decay; all None where it has done nothing.
+    do for v: o is then dv, states the adjoints after every chunk.
     """
     C: tl.constexpr = 64
     ENDS_ONLY: tl.constexpr = segment_decay is not None
@@ -47,9 +45,6 @@ def scan_rows(
         return
     last = ends_sequence(segment, ADJOINT)
     g, first, count, seq, _place, _total = segment
-    if strong is not None:
-        if tl.load(strong + seq * H + head) == 0:
-            return
     r = tl.arange(0, C)
     ck = tl.arange(0, KP)
     S = state_at_start(begin, ends, end_decay, None, segment, head, 0, b, ADJOINT, H, K, V, V, 1, KP, BV, 0)

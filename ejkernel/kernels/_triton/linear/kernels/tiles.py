@@ -41,22 +41,6 @@ def exp_of_log(x):
 
 
 @triton.jit
-def exp_both_ways(x):
-    """(exp(x), exp(-x)) of a log decay, with one multiplication."""
-    if INTERPRETED:
-        return tl.exp(x), tl.exp(-x)
-    else:
-        return tl.inline_asm_elementwise(
-            """{ .reg .f32 t;
-            mul.f32 t, $2, 0f3FB8AA3B;
-            ex2.approx.ftz.f32 $0, t;
-            neg.f32 t, t;
-            ex2.approx.ftz.f32 $1, t; }""",
-            "=f,=f,f", [x], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def program_at(TILES: tl.constexpr, H: tl.constexpr):
     """(tile, head, chunk or segment or sequence) of a program: tiles count fastest, then heads.
 
@@ -201,28 +185,6 @@ def nearest_tf32(x):
 def low_part(x, rounded):
     """What rounding to bfloat16 has left of float32 x, in bfloat16: together they hold 16 of its bits."""
     return (x - rounded.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def split(x):
-    """(high part, low part) of float32 x, two numbers an instruction: left alone the compiler rounds one by one, at a quarter
-    of the rate."""
-    if INTERPRETED:
-        high = x.to(tl.bfloat16)
-        return high, low_part(x, high)
-    else:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b; .reg .f32 c, d;
-            cvt.rn.bf16x2.f32 $0, $3, $2;
-            shl.b32 a, $0, 16;
-            and.b32 b, $0, 0xffff0000;
-            mov.b32 c, a;
-            mov.b32 d, b;
-            sub.f32 c, $2, c;
-            sub.f32 d, $3, d;
-            cvt.rn.bf16x2.f32 $1, d, c; }""",
-            "=&r,=r,f,f", [x], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
 
 
 @triton.jit

@@ -76,7 +76,7 @@ def find_weak_chunks(
 
 @triton.jit
 def weak_rows(
-    q, k, g, gs, gamma, strong, chunks, scale, T, NT,
+    q, k, g, gs, gamma, chunks, scale, T, NT,
     A, A_low, qd, kd, M, M_low, kp, chunk_decay, weak,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, BK: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, GATE_PARTS: tl.constexpr, SPLIT: tl.constexpr,
@@ -87,8 +87,7 @@ def weak_rows(
     weak [chunks, H]: 1 where the chunk is, else 0: what is left of it then may be anything, and `gated_rows` writes over it.
     (Looking first and returning would read the gates twice, one wait after the other.) M, M_low, kp: what A, A_low and qd are
     of queries, of keys in their place with a scale of 1; None where nobody asks. With them the scores' blocks of 16 x 16 above
-    the diagonal are not written. strong: of `find_strong_sequences`, where `weak_scan` has done the others, whose rows nobody
-    reads; else None.
+    the diagonal are not written.
     """
     C: tl.constexpr = 64
     DT: tl.constexpr = kd.dtype.element_ty
@@ -99,10 +98,6 @@ def weak_rows(
     if rows <= 0:
         tl.store(weak + index, 1)
         return
-    if strong is not None:
-        if tl.load(strong + seq * H + head) == 0:
-            tl.store(weak + index, 1)
-            return
     r = tl.arange(0, C)
     scores = tl.zeros([C, C], tl.float32)
     of_keys = tl.zeros([C, C], tl.float32)

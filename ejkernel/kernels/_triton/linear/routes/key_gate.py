@@ -11,7 +11,6 @@ from ejkernel.kernels._triton.linear.routes.axis import AxisLaunch, axes, gradie
 from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
 from ejkernel.kernels._triton.linear.routes.rows import GatedRows, padded, rows_of_keys
 from ejkernel.kernels._triton.linear.routes.scans import scan_rows, wide_tiles
-from ejkernel.kernels._triton.linear.routes.weak import scan_weak_sequences, scans_weak
 
 CHANGES: Changes = (
     {"block_d": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2}, {"num_stages": 2, "block_d": 32},
@@ -22,8 +21,6 @@ CHANGES: Changes = (
 class KeyGate(Route):
     """Gated rows and intra-chunk scores of the key channels are made chunk by chunk. A scan of them makes the outputs and, back
     in time, dv. The gradient of the key channels is then made chunk by chunk.
-
-    Where no gradient is to come, weakly gated sequences are scanned from the inputs themselves, and only the others so.
     """
 
     wide_tiles: bool
@@ -42,11 +39,10 @@ class KeyGate(Route):
         return self.title + (", wide tiles" if self.wide_tiles else "")
 
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
-        done = scan_weak_sequences(call) if scans_weak(call.plan) and not keep else None
-        rows = rows_of_keys(call, block_decays=keep, low=keep, strong=done and done.strong)
+        rows = rows_of_keys(call, block_decays=keep, low=keep)
         scanned = scan_rows(
             call, rows.as_arguments(low=False), call.arrays["value"], call.get("initial_state"), call.plan.output,
-            wide=self.wide_tiles, adjoint=False, keep=keep, done=done,
+            wide=self.wide_tiles, adjoint=False, keep=keep,
         )  # fmt: skip
         return scanned.output, scanned.final, {"states": scanned.states, "keys": rows} if keep else {}
 

@@ -92,15 +92,6 @@ class Scanned(NamedTuple):
     states: Array | None  # [chunks, H, K, V], if kept
 
 
-class WeakSequences(NamedTuple):
-    """What `weak_scan` has done of a call, and where it has not."""
-
-    strong: Array  # [N, H]: 0 where the sequence is done in this head
-    ends: Ends  # of the segments
-    output: Array  # [B, T, H, V]
-    final: Array  # [N, H, K, V]
-
-
 def wide_tiles(plan: Plan, key_channels: int) -> bool:
     """Whether `scan_rows_wide` scans rows of so many (padded) key channels.
 
@@ -111,7 +102,7 @@ def wide_tiles(plan: Plan, key_channels: int) -> bool:
 
 def scan_rows(
     call: Call, rows: dict[str, Array | None], v: Array, begin: Array | None, output: Any, *, wide: bool, adjoint: bool,
-    keep: bool, done: WeakSequences | None = None,
+    keep: bool,
 ) -> Scanned:  # fmt: skip
     """Outputs of chunks from their gated rows, with the state in registers.
 
@@ -121,7 +112,6 @@ def scan_rows(
         output: dtype of the outputs.
         wide: by `scan_rows_wide`.
         keep: keep the states, too.
-        done: what need not be scanned; not with `wide`.
     """
     plan, (B, T, H, K, V), chunks = call.plan, call.dims, call.chunks
     chunk_decay = rows["chunk_decay"]
@@ -138,16 +128,6 @@ def scan_rows(
         "kernel": rows_scan.scan_rows, "grid": (cdiv(V, BV) * segments.count * H,), "BV": BV,
         "STAGES": plan.num_stages or (3 if KP <= 128 else 1), "num_warps": plan.num_warps or 4,
     }  # fmt: skip
-
-    def scan(out: dict[str, Any], **memory: Array | None) -> dict[str, Array]:
-        """By `scan_rows`; memory: of outputs, filled where a sequence is done."""
-        given = {"strong": done and done.strong, **dict.fromkeys(("filled_o", "filled_final", "filled_segment_decay"))}
-        given |= {f"filled_{name}": x for name, x in memory.items()}
-        aliases = {f"filled_{name}": name for name, x in memory.items() if x is not None}
-        return triton_call(
-            arguments={**arguments, **given}, out_shape=out, input_output_aliases=aliases or None, **narrow, **common
-        )
-
     ends = Ends()
     if segments.split:
         G = segments.count
@@ -155,9 +135,8 @@ def scan_rows(
             "o": None, "final": shape((G, H, K, V), np.float32), "states": None,
             "segment_decay": shape((G, H, K), np.float32),
         }  # fmt: skip
-        arguments |= dict.fromkeys(("begin", "ends", "end_decay"))
-        before = done.ends if done else Ends()
-        found = scan(out, final=before.states, segment_decay=before.key_decays)
+        nothing = dict.fromkeys(("begin", "ends", "end_decay"))
+        found = triton_call(arguments={**arguments, **nothing}, out_shape=out, **narrow, **common)
         ends = Ends(found["final"], found["segment_decay"])
     arguments |= {"begin": begin, "ends": ends.states, "end_decay": ends.key_decays}
     out = {
@@ -170,5 +149,5 @@ def scan_rows(
             grid=(cdiv(V, WIDE_VALUES) * segments.count * H,), ALIKE=plan.per_head, **common,
         )  # fmt: skip
     else:
-        found = scan({**out, "segment_decay": None}, o=done and done.output, final=done and done.final)
+        found = triton_call(arguments=arguments, out_shape={**out, "segment_decay": None}, **narrow, **common)
     return Scanned(found["o"], found["final"], found.get("states"))
