@@ -4,6 +4,7 @@ reason: no GPU needed.
 Compiled in a process of its own: in this one the kernels are interpreted (test_interpreted.py).
 """
 
+import itertools
 import json
 
 import pytest
@@ -48,16 +49,11 @@ RTX = [89, 120]  # RTX cards: 99 KB of shared memory for a program
 ROOM = 99 << 10
 
 
-@pytest.mark.parametrize("calls", GROUPS, ids=" and ".join)
-@pytest.mark.parametrize("capability", RTX)
+# Each group for one card: both have the same plans and the same products of tiles, and so take the same shared memory.
+@pytest.mark.parametrize(("capability", "calls"), list(zip(itertools.cycle(RTX), GROUPS, strict=False)), ids=str)
 @pytest.mark.long
 def test_kernels_fit_an_rtx_card(capability, calls):
     assert not [e for e in compiled_for(capability, calls) if e["shared"] > ROOM]
-
-
-@pytest.mark.long
-def test_a_few_kernels_fit_an_rtx_card():
-    assert not [e for e in compiled_for(89, ["g_gamma", "decode"]) if e["shared"] > ROOM]
 
 
 @pytest.mark.parametrize("call", ["g", "gk", "gk wide", "delta head", "attention"])
