@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._delta import DeltaProblem
-from ejkernel.kernels._linear.problem import state_dtype
 from ejkernel.testing.compare import LINEAR_TOLERANCES, reference_settings, relative_rms
 from ejkernel.testing.delta_reference import delta_reference
+from ejkernel.testing.evaluation import Static, evaluated, jitted, values
 from ejkernel.testing.linear_cases import GATE_KINDS
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
@@ -130,14 +130,14 @@ class DeltaCase:
         Cases that differ in their numbers alone compile once for the same function.
         """
         arrays, _ = self.arguments()
-        found = (_jitted if jit else _evaluated)(function, self._static(), arrays, self.weights())
+        found = (jitted if jit else evaluated)(function, self._static(), arrays, self.weights())
         for name, x in arrays.items():
             assert found[f"d{name}"].dtype == x.dtype, f"the gradient of {name} is {found[f'd{name}'].dtype}, not {x.dtype}"
         return found
 
     def values(self, function: Callable[..., tuple[jax.Array, jax.Array]]) -> dict[str, jax.Array]:
         """output and state alone, which compile much faster."""
-        output, state = _values(function, self._static(), self.arguments()[0])
+        output, state = values(function, self._static(), self.arguments()[0])
         return {"output": output, "state": state}
 
     def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = delta_reference) -> dict[str, np.ndarray]:
@@ -145,10 +145,10 @@ class DeltaCase:
         arrays, _ = self.arguments()
         with reference_settings():
             wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
-            found = _jitted(reference, self._static(), wide, self.weights())
+            found = jitted(reference, self._static(), wide, self.weights())
         return {name: np.asarray(x) for name, x in found.items()}
 
-    def _static(self) -> tuple[tuple[str, Any], ...]:
+    def _static(self) -> Static:
         """The arguments that are no arrays, hashable."""
         offsets = None if self.lengths is None else tuple(np.cumsum([0, *self.lengths]).tolist())
         options = {"reverse": self.reverse, "softmax_scale": self.scale, "use_qk_l2norm": self.l2norm, "cu_seqlens": offsets}
@@ -164,37 +164,13 @@ class DeltaCase:
         if not self.amplifies or self.dtype == "float64":
             return values, gradients
         narrow = {name: x.astype(jnp.float32) for name, x in self.arguments()[0].items()}
-        got, want = _jitted(_STEP_BY_STEP, self._static(), narrow, self.weights()), self.expected()
+        got, want = jitted(_STEP_BY_STEP, self._static(), narrow, self.weights()), self.expected()
         errors = {name: relative_rms(got[name], want[name]) for name in want}
         of_values = max(errors[name] for name in ("output", "state"))
         return max(values, 4 * of_values), max(gradients, 4 * max(errors.values()))
 
 
 _STEP_BY_STEP = functools.partial(delta_reference, dtype=jnp.float32)
-
-
-def _call(function: Callable, static: tuple[tuple[str, Any], ...], arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    options = dict(static)
-    offsets = options.pop("cu_seqlens")
-    packing = {} if offsets is None else {"cu_seqlens": np.asarray(offsets, np.int32)}
-    return function(**arrays, **options, **packing)
-
-
-def _evaluated(
-    function: Callable, static: tuple[tuple[str, Any], ...], arrays: dict[str, jax.Array], weights: tuple[Any, Any]
-) -> dict[str, Any]:
-    def loss(arrays: dict[str, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        output, state = _call(function, static, arrays)
-        wide = state_dtype(output)
-        terms = [jnp.sum(x.astype(wide) * jnp.asarray(w, wide)) for x, w in zip((output, state), weights, strict=True)]
-        return terms[0] + terms[1], (output, state)
-
-    gradients, (output, state) = jax.grad(loss, has_aux=True)(arrays)
-    return {"output": output, "state": state, **{f"d{name}": x for name, x in gradients.items()}}
-
-
-_jitted = jax.jit(_evaluated, static_argnums=(0, 1))
-_values = jax.jit(_call, static_argnums=(0, 1))
 
 
 def _label(gate: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,9 @@ import numpy as np
 
 from ejkernel.kernels._linear.gates import ARGUMENTS, CONSTANT, GATES
 from ejkernel.kernels._linear.operations import lightning, lightning_decay, recurrent
-from ejkernel.kernels._linear.problem import LinearProblem, state_dtype
+from ejkernel.kernels._linear.problem import LinearProblem
 from ejkernel.testing.compare import LINEAR_TOLERANCES, reference_settings
+from ejkernel.testing.evaluation import Static, evaluated, jitted, values
 from ejkernel.testing.linear_reference import linear_reference
 
 GATE_KINDS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
@@ -104,24 +106,35 @@ class LinearCase:
         output = (*arrays["query"].shape[:-1], self.value_channels)
         return rng.normal(size=output), rng.normal(size=(sequences, self.heads, self.key_channels, self.value_channels))
 
-    def evaluate(self, function: Callable[..., tuple[jax.Array, jax.Array]], jit: bool = True) -> dict[str, np.ndarray]:
-        """output, state and the gradient of every array, from an implementation that returns `(output, state)`."""
-        arrays, options = self.arguments()
-        return _evaluate(lambda arrays: function(**arrays, **options), arrays, self.weights(), jit)
+    def evaluate(self, function: Callable[..., tuple[jax.Array, jax.Array]], jit: bool = True) -> dict[str, Any]:
+        """output, state and the gradient of every array, from an implementation that returns `(output, state)`.
+
+        Cases that differ in their numbers alone compile once for the same function.
+        """
+        arrays, _ = self.arguments()
+        found = (jitted if jit else evaluated)(function, self._static(), arrays, self.weights())
+        for name, x in arrays.items():
+            assert found[f"d{name}"].dtype == x.dtype, f"the gradient of {name} is {found[f'd{name}'].dtype}, not {x.dtype}"
+        return found
 
     def values(self, function: Callable[..., tuple[jax.Array, jax.Array]]) -> dict[str, jax.Array]:
         """output and state alone, which compile much faster."""
-        arrays, options = self.arguments()
-        output, state = jax.jit(lambda arrays: function(**arrays, **options))(arrays)
+        output, state = values(function, self._static(), self.arguments()[0])
         return {"output": output, "state": state}
 
     def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = linear_reference) -> dict[str, np.ndarray]:
         """The same from the float64 reference on the same rounded inputs."""
-        arrays, options = self.arguments()
+        arrays, _ = self.arguments()
         with reference_settings():
             wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
-            found = _evaluate(lambda wide: reference(**wide, **options), wide, self.weights(), jit=True)
+            found = jitted(reference, self._static(), wide, self.weights())
         return {name: np.asarray(x) for name, x in found.items()}
+
+    def _static(self) -> Static:
+        """The arguments that are no arrays, hashable."""
+        _, options = self.arguments()
+        offsets = options.pop("cu_seqlens", None)
+        return (*options.items(), ("cu_seqlens", None if offsets is None else tuple(offsets.tolist())))
 
 
 LAYER = {"layer_idx": 1, "num_layers": 12}  # where lightning attention is verified and measured
@@ -140,27 +153,16 @@ class LightningCase(LinearCase):
         return lightning(**arrays, **options)
 
     def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = linear_reference) -> dict[str, np.ndarray]:
-        def of_the_layer(*, layer_idx: int, num_layers: int, **rest: Any) -> tuple[jax.Array, jax.Array]:
-            return reference(**rest, g_gamma=lightning_decay(self.heads, layer_idx, num_layers, decays))
-
         decays = np.float64 if self.dtype == "float64" else np.float32  # as wide as every implementation has them
-        return super().expected(of_the_layer)
+        return super().expected(_of_the_layer(reference, self.heads, decays))
 
 
-def _evaluate(
-    function: Callable, arrays: dict[str, jax.Array], weights: tuple[np.ndarray, np.ndarray], jit: bool
-) -> dict[str, Any]:
-    def loss(arrays: dict[str, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        output, state = function(arrays)
-        wide = state_dtype(output)
-        terms = [jnp.sum(x.astype(wide) * jnp.asarray(w, wide)) for x, w in zip((output, state), weights, strict=True)]
-        return terms[0] + terms[1], (output, state)
+@functools.cache
+def _of_the_layer(reference: Callable[..., tuple[jax.Array, jax.Array]], heads: int, decays: Any) -> Callable[..., Any]:
+    def call(*, layer_idx: int, num_layers: int, **rest: Any) -> tuple[jax.Array, jax.Array]:
+        return reference(**rest, g_gamma=lightning_decay(heads, layer_idx, num_layers, decays))
 
-    run = jax.grad(loss, has_aux=True)
-    gradients, (output, state) = (jax.jit(run) if jit else run)(arrays)
-    for name, gradient in gradients.items():
-        assert gradient.dtype == arrays[name].dtype, f"the gradient of {name} is {gradient.dtype}, not {arrays[name].dtype}"
-    return {"output": output, "state": state, **{f"d{name}": x for name, x in gradients.items()}}
+    return call
 
 
 def _gate_cases() -> list[LinearCase]:

@@ -26,14 +26,20 @@ def _implementations() -> list:
     return [pytest.param(e, id=str(e.platform), marks=[pytest.mark.gpu] * (e.backend is Backend.GPU)) for e in entries]
 
 
+@functools.cache
+def with_config(function, cfg: LinearConfig):
+    """One object for each function and config, so that cases of the same shapes compile once."""
+    return functools.partial(function, cfg=cfg)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("entry", _implementations())
 def test_matches_reference(entry, case: LinearCase):
     arrays, options = case.arguments()
     if (reason := kernel_registry.refusal(entry, recurrent_problem(**arrays, **options))) is not None:
         pytest.skip(f"refused: {reason}")
-    assert_close(case.evaluate(functools.partial(entry.function, cfg=CHUNKED)), expected(case), case.tolerance)
-    stepwise = functools.partial(entry.function, cfg=RECURRENT)
+    assert_close(case.evaluate(with_config(entry.function, CHUNKED)), expected(case), case.tolerance)
+    stepwise = with_config(entry.function, RECURRENT)
     if case.lengths is not None or case.reverse or not case.gates:  # the gradient differs only in where states are kept
         assert_close(case.evaluate(stepwise), expected(case), case.tolerance)
     else:

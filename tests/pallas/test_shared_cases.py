@@ -14,7 +14,7 @@ from ejkernel.kernels._pallas._chips import interpreted
 from ejkernel.testing.compare import assert_close
 from ejkernel.testing.linear_cases import CASES, LIGHTNING_CASES, LinearCase
 
-CHUNKS = LinearConfig(block_q=32)
+in_chunks = functools.partial(recurrent, cfg=LinearConfig(block_q=32))  # one object: cases of the same shapes compile once
 SHORT = ("g-infinite", "scalar-time-1", "packed-rank3")
 marked = [pytest.param(case, marks=[] if case.name in SHORT else [pytest.mark.slow], id=str(case)) for case in CASES]
 
@@ -26,7 +26,7 @@ def test_matches_float64(case):
         if (reason := recurrent.supports(case.problem)) is not None:
             assert {str(x.dtype) for x in arrays.values()} & {"float16"}
             pytest.skip(f"refused: {reason}")
-        assert_close(case.evaluate(functools.partial(recurrent, cfg=CHUNKS)), case.expected(), case.tolerance)
+        assert_close(case.evaluate(in_chunks), case.expected(), case.tolerance)
 
 
 @pytest.mark.slow
