@@ -15,6 +15,7 @@ from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.kernels._attention.packing import Packing
 from ejkernel.kernels._cuda import attention as cuda_attention
 from ejkernel.kernels._cuda.attention import _supports
+from ejkernel.kernels._registry import kernel_registry
 from ejkernel.types.mask import MaskInfo
 from tests.attention.test_gpu import CASES as GPU_CASES
 
@@ -173,3 +174,32 @@ def test_every_case_that_runs_on_a_gpu_lowers_for_it(case):
         return jax.grad(run, tuple(range(len(names))))(*arrays)
 
     assert len(calls(gradients, *(case.arrays[name] for name in names))) == 2
+
+
+MASK = jnp.ones((B, 1, T, T), bool)
+BIAS = jnp.zeros((1, H, T, T), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("without_triton", [False, True])
+@pytest.mark.parametrize(
+    ("options", "best"),
+    [
+        ({}, "cuda"),
+        ({"causal": True}, "cuda"),
+        ({"sliding_window": 8, "causal": True}, "cuda"),
+        ({"attention_mask": MASK}, "triton"),
+        ({"attention_mask": MASK[:, 0, 0]}, "triton"),
+        ({"bias": BIAS}, "triton"),
+        ({"logits_soft_cap": 3.0}, "triton"),
+    ],
+    ids=str,
+)
+def test_auto_takes_what_was_measured_to_be_the_fastest(options, best, without_triton):
+    """cuDNN reads masks and biases as numbers for every score. Where Triton is not there it still beats xla."""
+    pytest.importorskip("triton", reason="the triton platform needs Triton")
+    problem = AttentionProblem.from_arguments(*arrays(), dtype=None, **options)
+    there = lambda entry: not (without_triton and str(entry.platform) == "triton")
+    chosen = kernel_registry.select("attention", problem=problem, among=there)
+    if without_triton and best == "triton":
+        best = "cuda" if cuda_attention.supports(problem) is None else "xla"
+    assert str(chosen.platform) == best

@@ -77,7 +77,7 @@ def test_auto_takes_cudnn_where_it_covers_the_call():
     assert chosen(q, q, q, causal=True).platform == "cuda"
     assert chosen(q[:, :1], q, q).platform == "triton"  # faster there
     assert chosen(q, q, q, softmax_dtype=jnp.bfloat16).platform == "xla"
-    for options in ({"logits_soft_cap": 3.0}, {"dtype": jnp.float32}):
+    for options in ({"logits_soft_cap": 3.0}, {"dtype": jnp.float32}, {"bias": jnp.zeros((1, 4, 256, 256), jnp.bfloat16)}):
         assert chosen(q, q, q, causal=True, **options).platform == "triton"
         output = attention(q, q, q, causal=True, return_weights=False, **options)
         np.testing.assert_allclose(output.astype(jnp.float32), 1, rtol=1e-2)

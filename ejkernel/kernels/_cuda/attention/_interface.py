@@ -12,7 +12,7 @@ from ejkernel.kernels._attention import AttentionConfig, AttentionProblem
 from ejkernel.kernels._attention.direct import direct_weights
 from ejkernel.kernels._attention.operation import ATTENTION
 from ejkernel.kernels._cuda.attention._cudnn import cudnn_output
-from ejkernel.kernels._cuda.attention._supports import why_not
+from ejkernel.kernels._cuda.attention._supports import needs_mask, why_not
 from ejkernel.kernels._implementation import Implementation
 from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 
@@ -24,8 +24,12 @@ class CudnnAttention(Implementation[AttentionProblem, AttentionConfig]):
         return why_not(problem)
 
     def preferred(self, problem: AttentionProblem) -> bool:
-        """Not for a single query: on an H200 one query over 2048 keys takes 0.076 ms by cuDNN and 0.056 ms by xla."""
-        return problem.q_len > 1
+        """Not for a single query, nor for masks and biases, which cuDNN reads as numbers for every score.
+
+        On an H200 one query over 2048 keys takes 0.076 ms by cuDNN and 0.056 by xla. Forward and backward at (8, 2048, 16, 128)
+        take 2.35 with a mask and 2.79 with a bias, and 1.59 and 2.41 by Triton (benchmarks/RESULTS.md).
+        """
+        return problem.q_len > 1 and problem.bias is None and not needs_mask(problem)
 
     def refuses(self, problem: AttentionProblem, cfg: AttentionConfig) -> str | None:
         return None if cfg.schedule == "fused" else f"cuda has only schedule 'fused', not {cfg.schedule!r}"

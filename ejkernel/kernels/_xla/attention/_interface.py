@@ -36,6 +36,10 @@ TILE_SCORES = {
 class XlaAttention(Implementation[AttentionProblem, AttentionConfig]):
     """Direct or blockwise; takes every call."""
 
+    def preferred(self, problem: AttentionProblem) -> bool:
+        """On a GPU only for a single query: whatever else has kernels for a call there is several times faster."""
+        return backend_of(problem.device) is not Backend.GPU or problem.q_len == 1
+
     def refuses(self, problem: AttentionProblem, cfg: AttentionConfig) -> str | None:
         if cfg.schedule in ("fused", "flash"):
             return f"schedule {cfg.schedule!r} is of another platform's kernels; xla has 'direct' and 'blockwise'"
