@@ -24,6 +24,8 @@ from benchmarks.kernel_times import BANDWIDTH, Arrays, Calls, Lines, difference,
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._triton import gated_delta_rule
 from ejkernel.testing import jax_linear
+from ejkernel.testing.compare import relative_rms
+from ejkernel.testing.delta_cases import BETA_KINDS, GATE_KINDS, KEY_KINDS, DeltaCase
 from ejkernel.testing.delta_gpu import ROWS, inputs
 from ejkernel.testing.flash_delta import FlashDelta
 from ejkernel.testing.flash_linear import forget_tuning, tune_on_all_cores
@@ -69,16 +71,22 @@ def decode() -> None:
         print(f"decode, gate per {kind}: {took:.4f} ms, byte floor {floor:.4f}, ratio {took / floor:.2f}", flush=True)
 
 
+class OutputAlone(DeltaCase):
+    """A case whose loss weighs the output alone, as a layer's does, by numbers that bfloat16 holds."""
+
+    def weights(self) -> tuple[np.ndarray, np.ndarray]:
+        output, state = super().weights()
+        return np.asarray(jnp.asarray(output).astype(jnp.bfloat16).astype(jnp.float32)), np.zeros_like(state)
+
+
 def errors(sides: list[str]) -> None:
     """Relative RMS errors against float64 on the same bfloat16 inputs: output and every gradient."""
-    from ejkernel.testing.compare import relative_rms
-    from ejkernel.testing.delta_cases import BETA_KINDS, GATE_KINDS, KEY_KINDS, DeltaCase
 
     print("| gate | strength | keys | beta | side | output | dquery | dkey | dvalue | dbeta | dg |\n" + "|---" * 11 + "|")
     some = [(gate, kind, "unit", "usual") for gate in ("head", "channel") for kind in GATE_KINDS if kind != "positive"]
     some += [(gate, "mild", keys, beta) for gate in ("head", "channel") for keys in KEY_KINDS for beta in BETA_KINDS]
     for gate, kind, keys, beta in [(None, "mild", "unit", "usual"), *some]:
-        case = DeltaCase(
+        case = OutputAlone(
             "errors", batch=1, time=512, key_channels=64, value_channels=64, gate=gate, gate_kind=kind, key_kind=keys,
             beta_kind=beta, dtype="bfloat16",
         )  # fmt: skip
