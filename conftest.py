@@ -6,8 +6,10 @@ JAX's settings belong to the process: whatever changes them, while tests are col
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,6 +48,19 @@ def settings_stay() -> Iterator[None]:
     before = _settings()
     yield
     assert not (changed := _changed(before)), f"A test of this module left JAX's settings changed: {changed}."
+
+
+# A compiled program takes some forty of the memory mappings that Linux gives a process, 65530 as a rule. Thousands of tests use
+# them up, and the compiler ends the process where none is left.
+MAPPINGS = Path("/proc/self/maps")
+MANY_MAPPINGS = 30_000
+_ended = itertools.count(1)
+
+
+def pytest_runtest_teardown() -> None:
+    """Every few tests: programs that nothing needs any more are dropped where they are many."""
+    if next(_ended) % 20 == 0 and MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MANY_MAPPINGS:
+        jax.clear_caches()
 
 
 # With `--few` these run every test, by one case each; every other module runs a sample of its tests.
