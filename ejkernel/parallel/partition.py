@@ -251,8 +251,9 @@ def _gathered(role: str, names: Sequence[str], most: int | None) -> None:
     why = "which the kernels need whole" if most is None else f"which can be split into {most} at most (whole groups of heads)"
     warnings.warn(
         f"{', '.join(dict.fromkeys(names))}: split over {role}, {why}, and so gathered on every device. Split batch and heads "
-        f"instead: [batch, time, heads, channels] as PartitionSpec('data', None, 'model'), states as PartitionSpec('data', "
-        f"'model'). To split time, call the operation inside jax.shard_map with sequence_axis.",
+        f"(a convolution's channels) instead: [batch, time, heads, channels] as PartitionSpec('data', None, 'model'), states "
+        f"as PartitionSpec('data', 'model'). To split time, use jax.shard_map: the recurrences take sequence_axis there, and "
+        f"docs/several_devices.md has recipes for the convolution and for softmax attention.",
         GatheredWarning,
         stacklevel=2,
     )
