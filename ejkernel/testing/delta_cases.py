@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._delta import DeltaProblem
-from ejkernel.testing.compare import LINEAR_TOLERANCES, reference_settings, relative_rms
+from ejkernel.testing.compare import LINEAR_TOLERANCES, relative_rms
 from ejkernel.testing.delta_reference import delta_reference
-from ejkernel.testing.evaluation import Static, evaluated, jitted, values
+from ejkernel.testing.evaluation import Implementation, RecurrenceCase, jitted
 from ejkernel.testing.linear_cases import GATE_KINDS
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
@@ -46,7 +46,7 @@ BETA_KINDS: dict[str, Draw] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaCase:
+class DeltaCase(RecurrenceCase):
     """One call, made from a seed.
 
     Attributes:
@@ -124,35 +124,8 @@ class DeltaCase:
         state = (sequences, self.heads, self.key_channels, self.value_channels)
         return rng.normal(size=arrays["value"].shape), rng.normal(size=state)
 
-    def evaluate(self, function: Callable[..., tuple[jax.Array, jax.Array]], jit: bool = True) -> dict[str, Any]:
-        """output, state and the gradient of every array, from an implementation that returns `(output, state)`.
-
-        Cases that differ in their numbers alone compile once for the same function.
-        """
-        arrays, _ = self.arguments()
-        found = (jitted if jit else evaluated)(function, self._static(), arrays, self.weights())
-        for name, x in arrays.items():
-            assert found[f"d{name}"].dtype == x.dtype, f"the gradient of {name} is {found[f'd{name}'].dtype}, not {x.dtype}"
-        return found
-
-    def values(self, function: Callable[..., tuple[jax.Array, jax.Array]]) -> dict[str, jax.Array]:
-        """output and state alone, which compile much faster."""
-        output, state = values(function, self._static(), self.arguments()[0])
-        return {"output": output, "state": state}
-
-    def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = delta_reference) -> dict[str, np.ndarray]:
-        """The same from the float64 reference on the same rounded inputs."""
-        arrays, _ = self.arguments()
-        with reference_settings():
-            wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
-            found = jitted(reference, self._static(), wide, self.weights())
-        return {name: np.asarray(x) for name, x in found.items()}
-
-    def _static(self) -> Static:
-        """The arguments that are no arrays, hashable."""
-        offsets = None if self.lengths is None else tuple(np.cumsum([0, *self.lengths]).tolist())
-        options = {"reverse": self.reverse, "softmax_scale": self.scale, "use_qk_l2norm": self.l2norm, "cu_seqlens": offsets}
-        return tuple(options.items())
+    def reference(self) -> Implementation:
+        return delta_reference
 
     @functools.cached_property
     def tolerance(self) -> tuple[float, float]:
@@ -164,7 +137,7 @@ class DeltaCase:
         if not self.amplifies or self.dtype == "float64":
             return values, gradients
         narrow = {name: x.astype(jnp.float32) for name, x in self.arguments()[0].items()}
-        got, want = jitted(_STEP_BY_STEP, self._static(), narrow, self.weights()), self.expected()
+        got, want = jitted(_STEP_BY_STEP, self.static(), narrow, self.weights()), self.expected()
         errors = {name: relative_rms(got[name], want[name]) for name in want}
         of_values = max(errors[name] for name in ("output", "state"))
         return max(values, 4 * of_values), max(gradients, 4 * max(errors.values()))

@@ -14,8 +14,8 @@ import numpy as np
 from ejkernel.kernels._linear.gates import ARGUMENTS, CONSTANT, GATES
 from ejkernel.kernels._linear.operations import lightning, lightning_decay, recurrent
 from ejkernel.kernels._linear.problem import LinearProblem
-from ejkernel.testing.compare import LINEAR_TOLERANCES, reference_settings
-from ejkernel.testing.evaluation import Static, evaluated, jitted, values
+from ejkernel.testing.compare import LINEAR_TOLERANCES
+from ejkernel.testing.evaluation import Implementation, RecurrenceCase
 from ejkernel.testing.linear_reference import linear_reference
 
 GATE_KINDS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
@@ -31,7 +31,7 @@ GATE_KINDS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarra
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearCase:
+class LinearCase(RecurrenceCase):
     """One call, made from a seed.
 
     Attributes:
@@ -106,35 +106,8 @@ class LinearCase:
         output = (*arrays["query"].shape[:-1], self.value_channels)
         return rng.normal(size=output), rng.normal(size=(sequences, self.heads, self.key_channels, self.value_channels))
 
-    def evaluate(self, function: Callable[..., tuple[jax.Array, jax.Array]], jit: bool = True) -> dict[str, Any]:
-        """output, state and the gradient of every array, from an implementation that returns `(output, state)`.
-
-        Cases that differ in their numbers alone compile once for the same function.
-        """
-        arrays, _ = self.arguments()
-        found = (jitted if jit else evaluated)(function, self._static(), arrays, self.weights())
-        for name, x in arrays.items():
-            assert found[f"d{name}"].dtype == x.dtype, f"the gradient of {name} is {found[f'd{name}'].dtype}, not {x.dtype}"
-        return found
-
-    def values(self, function: Callable[..., tuple[jax.Array, jax.Array]]) -> dict[str, jax.Array]:
-        """output and state alone, which compile much faster."""
-        output, state = values(function, self._static(), self.arguments()[0])
-        return {"output": output, "state": state}
-
-    def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = linear_reference) -> dict[str, np.ndarray]:
-        """The same from the float64 reference on the same rounded inputs."""
-        arrays, _ = self.arguments()
-        with reference_settings():
-            wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
-            found = jitted(reference, self._static(), wide, self.weights())
-        return {name: np.asarray(x) for name, x in found.items()}
-
-    def _static(self) -> Static:
-        """The arguments that are no arrays, hashable."""
-        _, options = self.arguments()
-        offsets = options.pop("cu_seqlens", None)
-        return (*options.items(), ("cu_seqlens", None if offsets is None else tuple(offsets.tolist())))
+    def reference(self) -> Implementation:
+        return linear_reference
 
 
 LAYER = {"layer_idx": 1, "num_layers": 12}  # where lightning attention is verified and measured
@@ -152,15 +125,15 @@ class LightningCase(LinearCase):
         arrays, options = self.arguments()
         return lightning(**arrays, **options)
 
-    def expected(self, reference: Callable[..., tuple[jax.Array, jax.Array]] = linear_reference) -> dict[str, np.ndarray]:
+    def reference(self) -> Implementation:
         decays = np.float64 if self.dtype == "float64" else np.float32  # as wide as every implementation has them
-        return super().expected(_of_the_layer(reference, self.heads, decays))
+        return _of_the_layer(self.heads, decays)
 
 
 @functools.cache
-def _of_the_layer(reference: Callable[..., tuple[jax.Array, jax.Array]], heads: int, decays: Any) -> Callable[..., Any]:
+def _of_the_layer(heads: int, decays: Any) -> Implementation:
     def call(*, layer_idx: int, num_layers: int, **rest: Any) -> tuple[jax.Array, jax.Array]:
-        return reference(**rest, g_gamma=lightning_decay(heads, layer_idx, num_layers, decays))
+        return linear_reference(**rest, g_gamma=lightning_decay(heads, layer_idx, num_layers, decays))
 
     return call
 
