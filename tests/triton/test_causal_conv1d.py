@@ -279,3 +279,19 @@ def test_split_over_four_devices():
     assert set(collectives) == {"all-reduce"}
     assert "'b'" in spec
     assert "'c'" in spec
+
+
+ON_ONE = """
+import jax, jax.numpy as jnp
+from ejkernel.callib import compile_for
+from ejkernel.modules import causal_conv1d
+
+with compile_for(90):
+    print(jax.grad(lambda x: jnp.sum(causal_conv1d(x, jnp.ones((4, 6)))))(jnp.ones((2, 20, 6)))[0, 0, 0])
+"""
+
+
+def test_the_gradient_alone_on_one_of_four_devices():
+    """Nothing but the gradient's kernel is left of the program then."""
+    variables = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "TRITON_INTERPRET": "1"}
+    assert float(outside("-c", ON_ONE, environment=variables)) == 4
