@@ -135,6 +135,18 @@ def test_nan_stays_in_its_own_sequence():
     np.testing.assert_array_equal(gradient(spoiled)["x"][:, outside_it], gradient(arrays)["x"][:, outside_it])
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("empty", [1, 3])
+def test_nan_in_the_state_of_an_empty_sequence_changes_no_gradient(empty, kernels):
+    arrays, offsets = drawn(shape=(1, 0, 5), lengths=(10, 0, 10, 0), state=True)
+    arrays["x"] = jnp.pad(arrays["x"], [(0, 0), (0, 2), (0, 0)])  # the last two tokens are in no sequence
+    spoiled = arrays | {"initial_state": arrays["initial_state"].at[empty].set(jnp.nan)}
+    loss = lambda arrays, offsets: jnp.sum(causal_conv1d(**arrays, cu_seqlens=offsets, activation="silu"))
+    run = lambda arrays: jax.jit(jax.grad(lambda *args: loss(*args)))(arrays, offsets)
+    run = by_kernels(run) if kernels else run
+    jax.tree.map(np.testing.assert_array_equal, run(spoiled), run(arrays))
+
+
 def test_extreme_sums():
     x = jnp.full((1, 20, 3), jnp.array([1e30, -1e30, -300.0]))
     run = functools.partial(causal_conv1d, activation="silu")
@@ -267,3 +279,19 @@ def test_split_over_four_devices():
     assert set(collectives) == {"all-reduce"}
     assert "'b'" in spec
     assert "'c'" in spec
+
+
+ON_ONE = """
+import jax, jax.numpy as jnp
+from ejkernel.callib import compile_for
+from ejkernel.modules import causal_conv1d
+
+with compile_for(90):
+    print(jax.grad(lambda x: jnp.sum(causal_conv1d(x, jnp.ones((4, 6)))))(jnp.ones((2, 20, 6)))[0, 0, 0])
+"""
+
+
+def test_the_gradient_alone_on_one_of_four_devices():
+    """Nothing but the gradient's kernel is left of the program then."""
+    variables = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "TRITON_INTERPRET": "1"}
+    assert float(outside("-c", ON_ONE, environment=variables)) == 4

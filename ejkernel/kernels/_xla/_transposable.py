@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -38,6 +39,8 @@ class FlatFunction(Protocol):
 
 linear_map_p = Primitive("linear_map")
 linear_map_p.multiple_results = True
+# A kernel in it may be split over devices, and JAX does not look inside for what asks which they are.
+dispatch.prim_requires_devices_during_lowering.add(linear_map_p)
 
 
 def linear_map(

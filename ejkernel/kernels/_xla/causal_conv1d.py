@@ -51,7 +51,7 @@ def _inputs_before(x: Array, state: Array | None, offsets: Array, back: int) -> 
     sequence = jnp.minimum(how_many_up_to(offsets[1:], token), offsets.shape[0] - 2)
     place = token - offsets[sequence]  # [T]: which token of its sequence
     shifted = jnp.pad(x, [(0, 0), (back, 0), (0, 0)])[:, : x.shape[1]]
-    own = (place >= back)[None, :, None]
+    own = ((place >= back) | (token >= offsets[-1]))[None, :, None]  # after the last sequence x is 0, a state may be NaN
     if state is None:
         return jnp.where(own, shifted, 0)
     kept = state.shape[1]

@@ -58,6 +58,7 @@ def _from_state(activation: str | None, arrays: Arrays, state: Array, offsets: A
     nowhere = x.shape[1] + jnp.arange(N * kept, dtype=offsets.dtype).reshape(N, kept)  # distinct, and dropped
     token = jnp.where(own, token, nowhere)
     seen = jnp.where(own[..., None], x[0].at[token].get(mode="fill", fill_value=0), 0)  # [N, W - 1, C]
+    state = jnp.where(own[:, :1, None], state, 0)  # of an empty sequence it says nothing about y, whatever it holds
     first = xla.activated(activation, {**arrays, "x": seen, "state": state}, None)
     return y.at[0, token].set(first, mode="drop", unique_indices=True)
 
