@@ -22,7 +22,7 @@ from ejkernel._varying import alike
 from ejkernel.kernels._linear.batching import one_by_one
 from ejkernel.kernels._triton.causal_conv1d._launches import forward, gradients
 from ejkernel.kernels._xla import causal_conv1d as xla
-from ejkernel.kernels._xla._transposable import linear_map
+from ejkernel.kernels._xla._transposable import call, linear_map
 from ejkernel.parallel.partition import INSIDE, Axes, Roles, partitioned
 
 Array = jax.Array
@@ -65,7 +65,8 @@ def _from_state(activation: str | None, arrays: Arrays, state: Array, offsets: A
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _convolved(activation: str | None, arrays: Arrays, offsets: Array | None) -> Array:
-    return _mapped_or_split(functools.partial(forward, activation), _args(arrays, offsets), ("y",))["y"]
+    # A scan's gradient forgets the rule below, and keeps what this calls.
+    return call(_Forward(activation, tuple(arrays), offsets is not None), *_flat(arrays, offsets))[0]
 
 
 @functools.partial(_convolved.defjvp, symbolic_zeros=True)
@@ -76,8 +77,31 @@ def _convolved_jvp(activation: str | None, primals: Any, tangents: Any) -> Any:
     if not moving:
         return y, jnp.zeros_like(y)
     derivative = _Derivative(activation, tuple(arrays), tuple(moving), offsets is not None)
-    residuals = [*arrays.values(), *([] if offsets is None else [offsets])]
-    return y, linear_map(derivative, dataclasses.replace(derivative, transposed=True), residuals, list(moving.values()))[0]
+    transpose = dataclasses.replace(derivative, transposed=True)
+    return y, linear_map(derivative, transpose, _flat(arrays, offsets), list(moving.values()))[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """`_convolved` over flat arguments, `(*arrays, offsets?) -> y`."""
+
+    activation: str | None
+    names: tuple[str, ...]
+    packed: bool
+    by_xla: bool = False
+
+    def plain(self) -> _Forward:
+        return dataclasses.replace(self, by_xla=True)
+
+    def varies(self, mapped: Sequence[bool]) -> tuple[bool, ...]:
+        return (any(mapped),)
+
+    def __call__(self, *flat: Array) -> list[Array]:
+        arrays = dict(zip(self.names, flat, strict=False))
+        offsets = flat[-1] if self.packed else None
+        if self.by_xla:
+            return [xla.activated(self.activation, arrays, offsets)]
+        return [_mapped_or_split(functools.partial(forward, self.activation), _args(arrays, offsets), ("y",))["y"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +147,10 @@ def _gradients(activation: str | None, arrays: Arrays, offsets: Array | None, dy
     return {name: x if name == "x" else jnp.sum(x, (0, 1)).astype(arrays[name].dtype) for name, x in whole.items()}
 
 
+def _flat(arrays: Arrays, offsets: Array | None) -> list[Array]:
+    return [*arrays.values(), *([] if offsets is None else [offsets])]
+
+
 def _args(arrays: Arrays, offsets: Array | None) -> Arrays:
     return arrays if offsets is None else {**arrays, "offsets": offsets}
 
@@ -131,9 +159,9 @@ def _mapped_or_split(launch: Callable[[Arrays], Arrays], args: Arrays, results: 
     """`launch(args)`, part by part where the program runs on several devices; `vmap` makes one larger call where it can."""
     names = tuple(sorted(args))  # in the order of a dict's leaves
     axes = Axes(names, tuple(ROLES[name] for name in names), tuple(ROLES[name] for name in sorted(results)))
-    call = custom_vmap(lambda args: partitioned(launch, args, lambda: axes))
+    split = custom_vmap(lambda args: partitioned(launch, args, lambda: axes))
 
-    @call.def_vmap
+    @split.def_vmap
     def of_many(size: int, flags: Any, args: Arrays) -> tuple[Arrays, dict[str, bool]]:
         (mapped,) = flags
         again = lambda args: _mapped_or_split(launch, args, results)
@@ -146,4 +174,4 @@ def _mapped_or_split(launch: Callable[[Arrays], Arrays], args: Arrays, results: 
             found = one_by_one(again, mapped, args)
         return found, dict.fromkeys(found, True)
 
-    return call(args)
+    return split(args)
