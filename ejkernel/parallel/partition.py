@@ -53,14 +53,20 @@ class Axes:
     sums: tuple[Roles, ...] | None = None
 
 
+def split_by_xla() -> bool:
+    """Whether XLA's partitioner decides where a call that is traced now computes, not types or `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    told = bool(set(mesh.axis_types) & {AxisType.Manual, AxisType.Explicit})
+    return not told and not (mesh.empty and jax.device_count() == 1)
+
+
 def partitioned(function: Callable[[Any], Any], args: Any, axes: Callable[[], Axes]) -> Any:
     """`function(args)`, pytrees of arrays, computed part by part where the program runs on several devices.
 
     Args:
         axes: what the axes are; asked for only when the program is lowered for several devices.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if set(mesh.axis_types) & {AxisType.Manual, AxisType.Explicit} or (mesh.empty and jax.device_count() == 1):
+    if not split_by_xla():
         return function(args)  # inside `shard_map`, where types say how arrays are split, or on one device
     leaves, tree = jax.tree.flatten(args)
     results: list[Any] = []
@@ -251,9 +257,9 @@ def _gathered(role: str, names: Sequence[str], most: int | None) -> None:
     why = "which the kernels need whole" if most is None else f"which can be split into {most} at most (whole groups of heads)"
     warnings.warn(
         f"{', '.join(dict.fromkeys(names))}: split over {role}, {why}, and so gathered on every device. Split batch and heads "
-        f"(a convolution's channels) instead: [batch, time, heads, channels] as PartitionSpec('data', None, 'model'), states "
-        f"as PartitionSpec('data', 'model'). To split time, use jax.shard_map: the recurrences take sequence_axis there, and "
-        f"docs/several_devices.md has recipes for the convolution and for softmax attention.",
+        f"instead: [batch, time, heads, channels] as PartitionSpec('data', None, 'model'), states as PartitionSpec('data', "
+        f"'model'). To split time, use jax.shard_map: the recurrences take sequence_axis there, and docs/several_devices.md "
+        f"has a recipe for softmax attention.",
         GatheredWarning,
         stacklevel=2,
     )

@@ -295,6 +295,6 @@ with compile_for(90):
 
 
 def test_the_gradient_alone_on_one_of_four_devices():
-    """Nothing but the gradient's kernel is left of the program then."""
+    """Where XLA may split a program it takes the call: a kernel inside a linear map could not say how it splits."""
     variables = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "TRITON_INTERPRET": "1"}
     assert float(outside("-c", ON_ONE, environment=variables)) == 4

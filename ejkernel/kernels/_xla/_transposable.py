@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -39,9 +38,6 @@ class FlatFunction(Protocol):
 
 linear_map_p = Primitive("linear_map")
 linear_map_p.multiple_results = True
-# A kernel in it may be split over devices, and JAX does not look inside for what asks which they are.
-_ask_for_devices: set[Primitive] = getattr(dispatch, "prim_requires_devices_during_lowering", set())  # private: it may go
-_ask_for_devices.add(linear_map_p)
 
 
 def linear_map(

@@ -1,9 +1,8 @@
 """The short causal convolution by Triton kernels, under every JAX transformation.
 
 Reverse mode runs kernels both ways. Forward mode and the gradient of a gradient differentiate XLA's form (`_transposable`).
-`vmap` over the inputs makes one call of a larger batch; over weights or packed rows, calls run one after another. Over a mesh,
-every device computes its rows of the batch and its channels. The kernels know no initial state: the first W - 1 tokens of a
-sequence, which see it, are XLA's.
+`vmap` over the inputs makes one call of a larger batch; over weights or packed rows, calls run one after another. The kernels
+know no initial state: the first W - 1 tokens of a sequence, which see it, are XLA's.
 """
 
 from __future__ import annotations
@@ -23,19 +22,10 @@ from ejkernel.kernels._linear.batching import one_by_one
 from ejkernel.kernels._triton.causal_conv1d._launches import forward, gradients
 from ejkernel.kernels._xla import causal_conv1d as xla
 from ejkernel.kernels._xla._transposable import call, linear_map
-from ejkernel.parallel.partition import INSIDE, Axes, Roles, partitioned
 
 Array = jax.Array
 Arrays = dict[str, Array]
-TOKENS: Roles = ("batch", "time", "heads")  # a channel is to this call what a head is to others
-ROLES: dict[str, Roles] = {
-    **dict.fromkeys(("x", "y", "dx", "dy"), TOKENS),
-    "weight": (INSIDE, "heads"),
-    "bias": ("heads",),
-    "offsets": (INSIDE,),
-    "dweight": ("batch", INSIDE, INSIDE, "heads"),
-    "dbias": ("batch", INSIDE, "heads"),
-}
+OF_TOKENS = ("x", "dy")  # arrays with a row for each token of the batch
 
 
 def activated(activation: str | None, arrays: Arrays, offsets: Array | None) -> Array:
@@ -101,7 +91,7 @@ class _Forward:
         offsets = flat[-1] if self.packed else None
         if self.by_xla:
             return [xla.activated(self.activation, arrays, offsets)]
-        return [_mapped_or_split(functools.partial(forward, self.activation), _args(arrays, offsets), ("y",))["y"]]
+        return [_mapped(functools.partial(forward, self.activation), _args(arrays, offsets))["y"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +131,7 @@ class _Derivative:
 
 def _gradients(activation: str | None, arrays: Arrays, offsets: Array | None, dy: Array) -> Arrays:
     """Of every array, in its dtype. Tiles have sums of their own, which are added up in one order."""
-    names = tuple(f"d{name}" for name in ("x", "weight", "bias") if name in arrays)
-    found = _mapped_or_split(functools.partial(gradients, activation), {**_args(arrays, offsets), "dy": dy}, names)
+    found = _mapped(functools.partial(gradients, activation), {**_args(arrays, offsets), "dy": dy})
     whole = {name: found[f"d{name}"] for name in arrays}
     return {name: x if name == "x" else jnp.sum(x, (0, 1)).astype(arrays[name].dtype) for name, x in whole.items()}
 
@@ -155,17 +144,15 @@ def _args(arrays: Arrays, offsets: Array | None) -> Arrays:
     return arrays if offsets is None else {**arrays, "offsets": offsets}
 
 
-def _mapped_or_split(launch: Callable[[Arrays], Arrays], args: Arrays, results: tuple[str, ...]) -> Arrays:
-    """`launch(args)`, part by part where the program runs on several devices; `vmap` makes one larger call where it can."""
-    names = tuple(sorted(args))  # in the order of a dict's leaves
-    axes = Axes(names, tuple(ROLES[name] for name in names), tuple(ROLES[name] for name in sorted(results)))
-    split = custom_vmap(lambda args: partitioned(launch, args, lambda: axes))
+def _mapped(launch: Callable[[Arrays], Arrays], args: Arrays) -> Arrays:
+    """`launch(args)`; `vmap` makes one larger call where it can."""
+    call_once = custom_vmap(launch)
 
-    @split.def_vmap
+    @call_once.def_vmap
     def of_many(size: int, flags: Any, args: Arrays) -> tuple[Arrays, dict[str, bool]]:
         (mapped,) = flags
-        again = lambda args: _mapped_or_split(launch, args, results)
-        rows = [name for name in args if ROLES[name] == TOKENS]
+        again = lambda args: _mapped(launch, args)
+        rows = [name for name in args if name in OF_TOKENS]
         if size > 0 and "offsets" not in args and not any(flag for name, flag in mapped.items() if name not in rows):
             wide = {n: args[n] if mapped[n] else jnp.broadcast_to(args[n], (size, *args[n].shape)) for n in rows}
             found = again({**args, **{name: x.reshape(-1, *x.shape[2:]) for name, x in wide.items()}})
@@ -174,4 +161,4 @@ def _mapped_or_split(launch: Callable[[Arrays], Arrays], args: Arrays, results: 
             found = one_by_one(again, mapped, args)
         return found, dict.fromkeys(found, True)
 
-    return split(args)
+    return call_once(args)
