@@ -29,7 +29,7 @@ _AXIS = (
 )
 _ROWS = "strongly gated chunks; levels in registers: forward 0.31 ms on r1, 1.09 in the version through shared memory"
 _WEAK_ROWS = (
-    "168 registers 0.141 ms on r1; before, with operands that were cut off, 0.148; unlimited 0.166, 128 registers 0.193, 8 warps "
+    "168 registers 0.141 ms on r1; before, with operands cut off, 0.148; unlimited 0.166, 128 registers 0.193, 8 warps "
     "from 0.27, 32 channels 0.17 and 0.19"
 )
 _WEAK_AXIS = (
