@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +26,11 @@ collect_ignore_glob += [] if _there("typer", "rich") else ["ejkernel/cli/_*", "t
 
 
 def _settings() -> dict[str, Any]:
-    return dict(jax.config.values)
+    """JAX's, and XLA's flags, which programs that tests start would inherit."""
+    return {**jax.config.values, "XLA_FLAGS": os.environ.get("XLA_FLAGS")}
 
 
+os.environ.setdefault("XLA_FLAGS", "")  # as under make: examples that are imported would ask for eight devices otherwise
 AT_START = _settings()
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
+if __name__ == "__main__":  # collecting doctests imports this file, too
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
 
 import jax
 import jax.numpy as jnp

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
+if __name__ == "__main__":  # collecting doctests imports this file, too
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
 
 import jax
 import jax.numpy as jnp
