@@ -2,6 +2,7 @@
 compute-sanitizer.
 
     python -m tests.triton.sanitized FILE        compiles the programs and writes them, with their arguments
+    python -m tests.triton.sanitized FILE 90     the same for such a GPU, on a machine that need not have one
     python -m tests.triton.watched FILE          runs them
 
 Triton itself does not start under compute-sanitizer, so the process that is watched does without it. Arrays come from the host
@@ -26,7 +27,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.callib import shared_memory_of
+from ejkernel.callib import compile_for, shared_memory_of
 from ejkernel.kernels import _triton
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._linear import LinearConfig
@@ -203,6 +204,18 @@ def arguments(case: Case | DeltaRun | AttentionRun | ConvolutionRun) -> tuple[An
 def main() -> None:
     from ejkernel.callib import _compiled
 
+    path, *capability = sys.argv[1:]
+    target = int(capability[0]) if capability else _compiled.capability()
+    with compile_for(target):
+        programs = _programs(target)
+    with open(path, "wb") as file:
+        pickle.dump(programs, file)
+
+
+def _programs(target: int) -> list[tuple[str, bytes, list[np.ndarray]]]:
+    """(name, exported program, arguments) of every case, compiled for a compute capability."""
+    from ejkernel.callib import _compiled
+
     begin = time.monotonic()
     seen: set[str] = set()
     original = _compiled.run_compiled
@@ -220,12 +233,11 @@ def main() -> None:
         program = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=allowed)(*leaves)
         programs.append((str(case), bytes(program.serialize()), [np.asarray(x) for x in leaves]))
         print(f"{case}: {time.monotonic() - begin:.1f} s", flush=True)
-    room = shared_memory_of(_compiled.capability()) >= WIDE_SHARED
+    room = shared_memory_of(target) >= WIDE_SHARED
     if missing := kernels() - seen - (set() if room else {name_of(scan_rows_wide)}):
         raise SystemExit(f"no case runs {', '.join(sorted(missing))}")
-    with open(sys.argv[1], "wb") as file:
-        pickle.dump(programs, file)
     print(f"{len(CASES)} cases, {len(seen)} kernels")
+    return programs
 
 
 if __name__ == "__main__":
