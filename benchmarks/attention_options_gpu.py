@@ -204,13 +204,14 @@ def orders(row: Row, tried: list[int]) -> None:
     """Times of each kernel with other numbers of heads that are computed at one time."""
     from ejkernel.kernels._triton.attention import _plan
 
-    usual = _plan.TOGETHER
-    for _plan.TOGETHER in tried:
+    usual = _plan.heads_together
+    for heads in tried:
+        _plan.heads_together = functools.partial(lambda heads, _: heads, heads)
         call = ours(row)[1]
         parts = {name: kernel_ms_of(call, f"flash_{name}") for name in ("forward", "query", "key", "bias")}
         parts["all"] = kernel_ms(call, wait)
-        print(f"{row} together {_plan.TOGETHER}: " + ", ".join(f"{name} {ms:.4f}" for name, ms in parts.items()), flush=True)
-    _plan.TOGETHER = usual
+        print(f"{row} together {heads}: " + ", ".join(f"{name} {ms:.4f}" for name, ms in parts.items()), flush=True)
+    _plan.heads_together = usual
 
 
 def kernel_ms_of(call: Callable[[], Any], name: str, repeats: int = 10) -> float:

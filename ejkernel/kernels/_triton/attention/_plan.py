@@ -58,6 +58,9 @@ HALF = {
 }
 # The forward kernel's where a bias is copied ahead too: two programs as above would not fit a multiprocessor.
 HALF_PLANE = {128: Tiles(128, 64, 8, 3)}
+# The query gradient's of calls without options: 0.401 ms for 0.418 at (8, 2048, 16, 128), 1.351 for 1.399 at (2, 8192, 16,
+# 128). With a soft cap they lose (0.668 for 0.543 with two stages), and so do 64 channels (0.931 for 0.787).
+HALF_PLAIN = {128: Tiles(128, 64, 8, 3)}
 # The same as `HALF` where a program has less shared memory than an H100's.
 HALF_SMALL = {
     64: Kernels(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 1)),
@@ -74,7 +77,12 @@ DECODE = Tiles(16, 64, 4, 3)
 WHOLE = 128  # tokens of a kernel's largest usual tile: lengths that it divides need no bounds
 LEGAL_BLOCKS = (16, 32, 64, 128, 256)
 LEGAL_WARPS = (1, 2, 4, 8, 16)
-TOGETHER = 8  # heads that are computed at one time, see `program_at`: at 8192 tokens of 128 channels 32 MB of keys and values
+# Heads that are computed at one time, see `program_at`: those whose keys and values take this much. Measured in turns of 4, 8
+# and 16 heads of 128 channels, forward+backward: 4.83, 4.88, 4.96 ms at 8192 tokens; 1.393, 1.371, 1.349 at 2048. Of documents
+# few keys are in use at one time: 5.33, 5.22, 5.22.
+KEYS_TOGETHER = 16 << 20  # bytes
+HEADS_TOGETHER = (4, 16)  # at least and at most
+DOCUMENTS_TOGETHER = 8  # heads of packed documents
 LARGE = 227 << 10  # bytes of shared memory of an H100's program
 
 
@@ -114,6 +122,8 @@ class Plan:
             kernels = HALF_SMALL[256]
         if varies(problem.bias) and kernels is HALF.get(wide):
             kernels = kernels._replace(forward=HALF_PLANE.get(wide, kernels.forward))
+        if kernels is HALF.get(wide) and _without_options(problem):
+            kernels = kernels._replace(query=HALF_PLAIN.get(wide, kernels.query))
         grouped = problem.q_len <= DECODED_QUERIES
         usual = _decoding(problem, exact, wide) if grouped else kernels.forward
         named = {name: getattr(cfg, name) for name in Tiles._fields if getattr(cfg, name) is not None}
@@ -124,7 +134,7 @@ class Plan:
             grouped=grouped,
             parts=_parts(problem, forward) if grouped else 1,
             named_stages=cfg.num_stages is not None,
-            together=TOGETHER,
+            together=heads_together(problem),
             exact=exact,
             scale=problem.scale,
             left=problem.left,
@@ -176,6 +186,21 @@ def _tile(channels: int) -> int:
 def varies(plane: Any) -> bool:
     """Whether a mask or a bias has something else for every query and key."""
     return plane is not None and plane.shape[2] > 1 < plane.shape[3]
+
+
+def heads_together(problem: AttentionProblem) -> int:
+    """How many heads' programs take turns."""
+    if problem.q_segment_ids is not None or problem.packing is not None:
+        return DOCUMENTS_TOGETHER
+    of_head = problem.kv_len * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+    least, most = HEADS_TOGETHER
+    return min(most, max(least, KEYS_TOGETHER // max(1, of_head)))
+
+
+def _without_options(problem: AttentionProblem) -> bool:
+    """Whether a call has nothing but causality, sinks and a scale."""
+    arrays = (problem.bias, problem.mask, problem.q_segment_ids, problem.q_positions, problem.packing, problem.dropout_words)
+    return problem.soft_cap is None and problem.left is None and all(x is None for x in arrays)
 
 
 def _of_rows(x: Any, rank: int) -> int:
