@@ -46,7 +46,7 @@ _DELTA = "0.72 ms on r1 of the delta rule for forward and gradient; no other til
 _DELTA_WIDE = "256 channels of the delta rule: not tuned, not measured"
 _DELTA_AHEAD = "by Triton 3.9 alone: 3.6, which was measured, spills nothing here"
 _DELTA_WEAK = "168 registers 0.55 ms on r1 of the delta rule; unlimited 0.66, 128 registers 0.75"
-_QUERY = "64,64 tiles, 4 warps, 2 stages, of calls with options; plain calls take 128,64 tiles, 8 warps, 3 stages, which spill nothing"
+_QUERY = "64,64 tiles, 4 warps, 2 stages, of calls with options; plain ones take 128,64 tiles, 8 warps, 3 stages: no spills"
 _KEY = (
     "32,64 tiles, 4 warps, 3 stages 0.611 ms of softmax attention at (8, 2048, 16, 128); 32,128 0.760, 64,128 1.00, 64,64 1.35"
 )
