@@ -336,9 +336,9 @@ def as_window(argument: str, window: int | tuple[int, int]) -> tuple[int, int]:
     return min(int(pair[0]), _FARTHEST), min(int(pair[1]), _FARTHEST)
 
 
-def _signed(positions: Int[Array, "B L"]) -> Int[Array, "B L"]:
-    """Positions in a dtype in which differences are right: they are negative, and larger than 8 bits hold."""
-    return positions if positions.dtype in (jnp.int32, jnp.int64) else positions.astype(jnp.int32)
+def _signed(ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
+    """Ids or positions in a dtype that holds padding's -1 and their differences: negative ones, and more than 8 bits hold."""
+    return ids if ids.dtype in (jnp.int32, jnp.int64) else ids.astype(jnp.int32)
 
 
 def _as_number(argument: str, value: Any, least: int, rule: str) -> Int[Array, ""] | int:
@@ -382,4 +382,4 @@ def _as_ids(argument: str, ids: Any, shape: tuple[int, ...] | None = None) -> In
         raise ValueError(f"{argument} must be [B, length]; got shape {list(ids.shape)}.")
     if shape is not None and ids.shape != shape:
         raise ValueError(f"{argument} must be {list(shape)}; got {list(ids.shape)}.")
-    return ids
+    return _signed(ids)

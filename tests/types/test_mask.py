@@ -225,6 +225,13 @@ def test_positions_of_any_integer_dtype_may_be_moved_below_0(dtype):
     assert all(jnp.issubdtype(positions.dtype, jnp.signedinteger) for positions in info.compared_positions())
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32])
+def test_segments_without_a_sign_get_padding(dtype):
+    info = MaskInfo.from_segments(np.array([[0, 0, 1, 1]], dtype)).apply_kv_lengths(np.array([3]))
+    assert info.kv_segment_ids.tolist() == [[0, 0, 1, -1]]
+    assert jnp.issubdtype(info.q_segment_ids.dtype, jnp.signedinteger)
+
+
 STRICT = {
     "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
     "ranks": lambda: jax.numpy_rank_promotion("raise"),
