@@ -40,6 +40,7 @@ __all__ = [
 
 Number = int | Int[Array, ""]
 Offset = int | Int[Array, ""] | Int[Array, " B"]
+_IDS = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
 _FARTHEST = 2**30  # farther than any two positions, and added to one still an int32: sys.maxsize keeps everything
 
 
@@ -263,8 +264,8 @@ class MaskInfo:
         return self.replace(kv_segment_ids=jnp.where(filled, self._held_segment_ids()[1], -1))
 
     def replace(self, **fields: Any) -> MaskInfo:
-        """A copy with other fields: `info.replace(q_positions=...)`."""
-        return dataclasses.replace(self, **fields)
+        """A copy with other fields, in the form that the `from_` methods give them: `info.replace(q_positions=...)`."""
+        return dataclasses.replace(self, **{name: _as_field(name, x) for name, x in fields.items()})
 
     def __and__(self, other: MaskInfo) -> MaskInfo:
         return self._restricted(self._mask_of(other))
@@ -372,6 +373,19 @@ def _checked_total(total: Any, offsets: np.ndarray | None) -> int:
     if length is None and offsets is None:
         raise ValueError("total must be given when cu_seqlens is traced: shapes cannot depend on its values.")
     return int(offsets[-1]) if length is None else length  # type: ignore[index]  # one of them is known
+
+
+def _as_field(name: str, value: Any) -> Any:
+    """What a MaskInfo may hold by this name, checked."""
+    if value is None or name not in ("attention_mask", *_IDS):
+        return value
+    if name in _IDS:
+        return _as_ids(name, value)
+    mask = as_array(name, value)
+    if mask.ndim != 4 or mask.dtype != bool:
+        came = f"{mask.dtype}{list(mask.shape)}"
+        raise ValueError(f"{name} must be bool [B, 1|H, Q, K]; got {came}. MaskInfo.from_attention_mask takes other ranks.")
+    return mask
 
 
 def _as_ids(argument: str, ids: Any, shape: tuple[int, ...] | None = None) -> Int[Array, "B L"]:
