@@ -64,6 +64,8 @@ DAMAGE: dict[str, str | bytes] = {
     "wrong type": entry(config={"block": "8", "kind": "plain"}),
     "a bool for an int": entry(config={"block": True, "kind": "plain"}),
     "NaN": entry(config={"block": float("nan"), "kind": "plain"}),
+    "NaN in its record": entry(record={"of nobody": float("nan")}),
+    "a number beyond all": entry(record={"of nobody": 1}).replace('"of nobody": 1', '"of nobody": 1e999'),
 }
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ejkernel.ops import names
 from ejkernel.ops.config.codec import from_fields, to_fields
-from ejkernel.ops.config.validity import wrong_record
+from ejkernel.ops.config.validity import finite_json, wrong_record
 from ejkernel.ops.key import check_op_id
 from ejkernel.ops.notices import warn_once
 
@@ -195,7 +195,7 @@ class PersistentCache:
         """`(key, configuration, record)` of a file's text; ValueError for whatever is wrong with it."""
         if len(text) > _LARGEST:
             raise ValueError("it is larger than any entry")
-        content = json.loads(text)
+        content = finite_json(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"it is not an entry of format {FORMAT}")
         key, config, record = content.get("key"), content.get("config"), content.get("record")
