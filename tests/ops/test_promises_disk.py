@@ -234,6 +234,16 @@ def test_promise_3_sixteen_processes_lose_none_of_their_entries(tmp_path):
     assert not list(stored.folder.glob("*.tmp"))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="permissions are others there")
+def test_promise_3_everyone_whom_the_umask_allows_can_read_an_entry(tmp_path):
+    stored, umask = PersistentCache("toy", tmp_path), os.umask(0o022)
+    try:
+        stored.put("a key", {"block": 8})
+    finally:
+        os.umask(umask)
+    assert stored.file("a key").stat().st_mode & 0o777 == 0o644
+
+
 def test_promise_7_a_race_that_only_the_heuristic_ran_is_not_stored(tmp_path):
     hanging = [Racer(n, "hangs compiling") for n in range(2, 5)]
     tuner = Tuner(1, 1, max_seconds=4.0)

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -225,7 +225,9 @@ class PersistentCache:
 
 def write_atomically(file: Path, text: str) -> None:
     """Replaces a file's content so that a reader sees the old one or the new one. OSError leaves the old one."""
-    handle, temporary = tempfile.mkstemp(prefix=f"{file.stem[:12]}.", suffix=".tmp", dir=file.parent)
+    temporary = file.with_name(f"{file.stem[:12]}.{secrets.token_hex(8)}.tmp")
+    # With the umask's permissions, unlike `tempfile`: others who share the folder must be able to read it.
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with open(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
