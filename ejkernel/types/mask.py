@@ -40,6 +40,7 @@ __all__ = [
 
 Number = int | Int[Array, ""]
 Offset = int | Int[Array, ""] | Int[Array, " B"]
+_IDS = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
 _FARTHEST = 2**30  # farther than any two positions, and added to one still an int32: sys.maxsize keeps everything
 
 
@@ -263,8 +264,8 @@ class MaskInfo:
         return self.replace(kv_segment_ids=jnp.where(filled, self._held_segment_ids()[1], -1))
 
     def replace(self, **fields: Any) -> MaskInfo:
-        """A copy with other fields: `info.replace(q_positions=...)`."""
-        return dataclasses.replace(self, **fields)
+        """A copy with other fields, in the form that the `from_` methods give them: `info.replace(q_positions=...)`."""
+        return dataclasses.replace(self, **{name: _as_field(name, x) for name, x in fields.items()})
 
     def __and__(self, other: MaskInfo) -> MaskInfo:
         return self._restricted(self._mask_of(other))
@@ -336,9 +337,9 @@ def as_window(argument: str, window: int | tuple[int, int]) -> tuple[int, int]:
     return min(int(pair[0]), _FARTHEST), min(int(pair[1]), _FARTHEST)
 
 
-def _signed(positions: Int[Array, "B L"]) -> Int[Array, "B L"]:
-    """Positions in a dtype in which differences are right: they are negative, and larger than 8 bits hold."""
-    return positions if positions.dtype in (jnp.int32, jnp.int64) else positions.astype(jnp.int32)
+def _signed(ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
+    """Ids or positions in a dtype that holds padding's -1 and their differences: negative ones, and more than 8 bits hold."""
+    return ids if ids.dtype in (jnp.int32, jnp.int64) else ids.astype(jnp.int32)
 
 
 def _as_number(argument: str, value: Any, least: int, rule: str) -> Int[Array, ""] | int:
@@ -374,6 +375,19 @@ def _checked_total(total: Any, offsets: np.ndarray | None) -> int:
     return int(offsets[-1]) if length is None else length  # type: ignore[index]  # one of them is known
 
 
+def _as_field(name: str, value: Any) -> Any:
+    """What a MaskInfo may hold by this name, checked."""
+    if value is None or name not in ("attention_mask", *_IDS):
+        return value
+    if name in _IDS:
+        return _as_ids(name, value)
+    mask = as_array(name, value)
+    if mask.ndim != 4 or mask.dtype != bool:
+        came = f"{mask.dtype}{list(mask.shape)}"
+        raise ValueError(f"{name} must be bool [B, 1|H, Q, K]; got {came}. MaskInfo.from_attention_mask takes other ranks.")
+    return mask
+
+
 def _as_ids(argument: str, ids: Any, shape: tuple[int, ...] | None = None) -> Int[Array, "B L"]:
     ids = as_array(argument, ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -382,4 +396,4 @@ def _as_ids(argument: str, ids: Any, shape: tuple[int, ...] | None = None) -> In
         raise ValueError(f"{argument} must be [B, length]; got shape {list(ids.shape)}.")
     if shape is not None and ids.shape != shape:
         raise ValueError(f"{argument} must be {list(shape)}; got {list(ids.shape)}.")
-    return ids
+    return _signed(ids)

@@ -17,6 +17,7 @@ from ejkernel.types.mask import MaskInfo
 
 B, T, S, H, HKV, D = 2, 12, 10, 4, 2, 8
 DIRECT, BLOCKWISE = AttentionConfig("direct"), AttentionConfig(block_q=4, block_k=4)
+ROWS = MaskInfo.from_segments(np.zeros((B, T), int), np.zeros((B, S), int))
 both_schedules = pytest.mark.parametrize("cfg", [DIRECT, BLOCKWISE], ids=["direct", "blockwise"])
 
 
@@ -307,12 +308,15 @@ class TestDropout:
         ({"attention_mask": jnp.ones((B, T, S + 1), bool)}, ValueError, "attention_mask must be"),
         ({"mask_info": jnp.ones((B, S), bool)}, TypeError, "mask_info must be a MaskInfo"),
         ({"mask_info": MaskInfo.from_segments(jnp.zeros((B, T), int))}, ValueError, "mask_info must be for"),
+        ({"mask_info": ROWS.replace(q_positions=np.zeros((B, S), int))}, ValueError, rf"q_positions must be .* \[{B}, {S}\]"),
         ({"softmax_aux": jnp.ones((3, 2))}, ValueError, rf"softmax_aux must be \[sinks\] or \[{HKV}\|{H}, sinks\]"),
         ({"softmax_aux": jnp.ones((2,), int)}, TypeError, "softmax_aux must be floating point"),
         ({"softmax_scale": jnp.ones((2,))}, ValueError, "softmax_scale must be a number"),
+        ({"softmax_scale": jnp.complex64(1)}, ValueError, r"softmax_scale must be a number or .* got complex64\[\]"),
         ({"softmax_scale": "a"}, TypeError, "softmax_scale must be a number; got 'a'"),
         ({"softmax_scale": [1, [2, 3]]}, TypeError, "softmax_scale must be a number"),
         ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must be positive"),
+        ({"logits_soft_cap": float("inf")}, ValueError, r"logits_soft_cap must be .* \(None: no cap\); got inf"),
         ({"logits_soft_cap": "a"}, TypeError, "logits_soft_cap must be a number; got 'a'"),
         ({"dtype": "junk"}, TypeError, "dtype must be a dtype, .* got 'junk'"),
         ({"softmax_dtype": "junk"}, TypeError, "softmax_dtype must be a dtype, .* got 'junk'"),

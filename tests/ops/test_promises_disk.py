@@ -64,6 +64,8 @@ DAMAGE: dict[str, str | bytes] = {
     "wrong type": entry(config={"block": "8", "kind": "plain"}),
     "a bool for an int": entry(config={"block": True, "kind": "plain"}),
     "NaN": entry(config={"block": float("nan"), "kind": "plain"}),
+    "NaN in its record": entry(record={"of nobody": float("nan")}),
+    "a number beyond all": entry(record={"of nobody": 1}).replace('"of nobody": 1', '"of nobody": 1e999'),
 }
 
 
@@ -230,6 +232,16 @@ def test_promise_3_sixteen_processes_lose_none_of_their_entries(tmp_path):
     assert found["process 7 key 42"] == ToyConfig(42, "7")
     assert found["shared"].block == 199
     assert not list(stored.folder.glob("*.tmp"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="permissions are others there")
+def test_promise_3_everyone_whom_the_umask_allows_can_read_an_entry(tmp_path):
+    stored, umask = PersistentCache("toy", tmp_path), os.umask(0o022)
+    try:
+        stored.put("a key", {"block": 8})
+    finally:
+        os.umask(umask)
+    assert stored.file("a key").stat().st_mode & 0o777 == 0o644
 
 
 def test_promise_7_a_race_that_only_the_heuristic_ran_is_not_stored(tmp_path):

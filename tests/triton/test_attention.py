@@ -94,6 +94,12 @@ def test_scores_up_to_the_cap(dtype):
     check(case)
 
 
+@pytest.mark.parametrize("soft_cap", [1e6, 1e20])
+def test_a_cap_far_above_the_scores_changes_nothing(soft_cap):
+    """Where the difference of two numbers of the cap's size would leave none of their digits."""
+    check(AttentionCase("no cap", q_len=24, kv_len=40, batch=1, heads=2, kv_heads=1, soft_cap=soft_cap, dtype="bfloat16"))
+
+
 def test_a_traced_scale_has_its_gradient():
     case = AttentionCase("scale", batch=1, heads=2, kv_heads=1, causal=True)
     (q, k, v), d_output = (case.arrays[name] for name in ("query", "key", "value")), case.d_output

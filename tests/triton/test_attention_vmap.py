@@ -93,6 +93,19 @@ def test_what_runs_one_by_one(bias, mapped, loops):
     check(("query", "key", "value", "bias"), mapped, loops=loops, bias=bias)
 
 
+@pytest.mark.parametrize("bias", [(1, 1, 1, S), (1, H, T, 1), (1, 1, 1, 1)], ids=str)
+def test_a_bias_of_one_row_whose_gradient_is_not_wanted(bias):
+    """Folding repeats it for the rows of each call's batch; its gradient, which is 0, has one row all the same."""
+    rng = np.random.default_rng(0)
+    given = {name: jnp.stack([of(name, rng, bias=bias) for _ in range(SIZE)]) for name in ("query", "key", "value", "bias")}
+    one = lambda q, rest: jax.grad(lambda q: loss({"query": q, **rest}), has_aux=True)(q)
+    queries = given.pop("query")
+    got = jax.vmap(one)(queries, given)
+    each = [one(queries[n], {name: x[n] for name, x in given.items()}) for n in range(SIZE)]
+    want = jax.tree.map(lambda *x: np.stack(x), *each)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), got, want)
+
+
 def test_of_no_calls():
     q = jnp.zeros((0, B, T, H, D))
     output = jax.vmap(lambda q: loss({"query": q, "key": q, "value": q})[1])(q)

@@ -225,6 +225,13 @@ def test_positions_of_any_integer_dtype_may_be_moved_below_0(dtype):
     assert all(jnp.issubdtype(positions.dtype, jnp.signedinteger) for positions in info.compared_positions())
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32])
+def test_segments_without_a_sign_get_padding(dtype):
+    info = MaskInfo.from_segments(np.array([[0, 0, 1, 1]], dtype)).apply_kv_lengths(np.array([3]))
+    assert info.kv_segment_ids.tolist() == [[0, 0, 1, -1]]
+    assert jnp.issubdtype(info.q_segment_ids.dtype, jnp.signedinteger)
+
+
 STRICT = {
     "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
     "ranks": lambda: jax.numpy_rank_promotion("raise"),
@@ -339,6 +346,9 @@ def test_visualize(packed, capsys):
         (lambda: MaskInfo.from_segments(IDS).apply_token_type_ids((IDS,) * 3), ValueError, "got a tuple of 3"),
         (lambda: MaskInfo.from_segments(IDS) & MaskInfo.from_segments(IDS[:, :1]), ValueError, "masks that are combined"),
         (lambda: MaskInfo.from_segments(IDS) | MaskInfo.from_segments(IDS[:, :5]), ValueError, "masks that are combined"),
+        (lambda: MaskInfo.from_segments(IDS).replace(q_positions=np.ones((2, 6))), TypeError, "q_positions must be integers"),
+        (lambda: MaskInfo().replace(attention_mask=np.ones((2, 3), bool)), ValueError, r"attention_mask must be bool \[B"),
+        (lambda: MaskInfo().replace(positions=IDS), TypeError, "positions"),
         (lambda: MaskInfo().shape, ValueError, "neither attention_mask nor both"),
         (lambda: MaskInfo.from_segments(IDS).apply_sliding_window(-1), ValueError, "window must not be negative"),
         (lambda: MaskInfo.from_segments(IDS).apply_sliding_window((1, 2, 3)), TypeError, "window must be an int or a pair"),

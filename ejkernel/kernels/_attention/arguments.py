@@ -96,8 +96,11 @@ def scale(softmax_scale: Any, head_dim: int) -> tuple[float, Array | None]:
     """`(number, None)`, or `(1.0, scalar)` when it is traced; None means `head_dim ** -0.5`."""
     if softmax_scale is None:
         return head_dim**-0.5, None
-    if isinstance(softmax_scale, jax.Array) and softmax_scale.shape != ():
-        raise ValueError(f"softmax_scale must be a number or a scalar array; got shape {list(softmax_scale.shape)}.")
+    if isinstance(softmax_scale, jax.Array):
+        is_real = any(jnp.issubdtype(softmax_scale.dtype, kind) for kind in (jnp.floating, jnp.integer))
+        if softmax_scale.shape != () or not is_real:
+            came = f"{softmax_scale.dtype.name}{list(softmax_scale.shape)}"
+            raise ValueError(f"softmax_scale must be a number or a scalar array; got {came}.")
     if isinstance(softmax_scale, jax.core.Tracer):
         return 1.0, softmax_scale
     return as_float("softmax_scale", softmax_scale), None
@@ -110,8 +113,8 @@ def soft_cap(cap: Any) -> float | None:
     if isinstance(cap, jax.core.Tracer):
         raise TypeError("logits_soft_cap must be a number that is known while tracing; got a traced value.")
     number = as_float("logits_soft_cap", cap)
-    if not number > 0:
-        raise ValueError(f"logits_soft_cap must be positive (None: no cap); got {cap}.")
+    if not 0 < number <= np.finfo(np.float32).max:
+        raise ValueError(f"logits_soft_cap must be positive and a float32 (None: no cap); got {cap}.")
     return number
 
 
@@ -171,13 +174,18 @@ def both(a: Bool[Array, "b h t s"], b: Bool[Array, "b h t s"], shape: Shape) -> 
 
 
 def mask_info(info: MaskInfo, shape: Shape) -> None:
-    """ValueError unless the MaskInfo is for this call's batch and lengths."""
+    """ValueError unless the MaskInfo, with all that it holds, is for this call's batch and lengths."""
     batch, _, q_len, kv_len = info.shape
     if batch not in (1, shape.batch) or (q_len, kv_len) != (shape.q_len, shape.kv_len):
         raise ValueError(
             f"mask_info must be for batch {_either(1, shape.batch)}, {shape.q_len} queries and {shape.kv_len} keys; "
             f"it is for batch {batch}, {q_len} queries and {kv_len} keys."
         )
+    of_queries, of_keys = ("q_segment_ids", "q_positions"), ("kv_segment_ids", "kv_positions")
+    for name, length in (*((name, q_len) for name in of_queries), *((name, kv_len) for name in of_keys)):
+        ids = getattr(info, name)
+        if ids is not None and ids.shape not in ((1, length), (batch, length)):
+            raise ValueError(f"mask_info.{name} must be [{_either(1, batch)}, {length}]; got {list(ids.shape)}.")
 
 
 def sinks(softmax_aux: Any, shape: Shape, dtype: Any) -> Float[Array, " H"] | None:

@@ -10,7 +10,7 @@ from typing import Any
 from ejkernel.ops.config.cache import ConfigCache, shared_cache
 from ejkernel.ops.config.codec import to_fields
 from ejkernel.ops.config.persistent import FORMAT, PersistentCache
-from ejkernel.ops.config.validity import wrong_key, wrong_record
+from ejkernel.ops.config.validity import finite_json, wrong_key, wrong_record
 from ejkernel.ops.notices import warn_once
 
 Entry = tuple[str, dict[str, Any], dict[str, Any]]
@@ -70,7 +70,7 @@ def merge(*texts: str) -> str:
 
 def parse(text: str) -> list[Entry]:
     """The `(key, fields, record)` of a text. ValueError that says what is wrong with it."""
-    content = json.loads(text)
+    content = finite_json(text)
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("entries"), list):
         raise ValueError(f"text must be what dumps gives: format {FORMAT} with a list of entries.")
     entries: list[Entry] = []

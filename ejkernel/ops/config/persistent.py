@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from ejkernel.ops import names
 from ejkernel.ops.config.codec import from_fields, to_fields
-from ejkernel.ops.config.validity import wrong_record
+from ejkernel.ops.config.validity import finite_json, wrong_record
 from ejkernel.ops.key import check_op_id
 from ejkernel.ops.notices import warn_once
 
@@ -195,7 +195,7 @@ class PersistentCache:
         """`(key, configuration, record)` of a file's text; ValueError for whatever is wrong with it."""
         if len(text) > _LARGEST:
             raise ValueError("it is larger than any entry")
-        content = json.loads(text)
+        content = finite_json(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"it is not an entry of format {FORMAT}")
         key, config, record = content.get("key"), content.get("config"), content.get("record")
@@ -225,7 +225,9 @@ class PersistentCache:
 
 def write_atomically(file: Path, text: str) -> None:
     """Replaces a file's content so that a reader sees the old one or the new one. OSError leaves the old one."""
-    handle, temporary = tempfile.mkstemp(prefix=f"{file.stem[:12]}.", suffix=".tmp", dir=file.parent)
+    temporary = file.with_name(f"{file.stem[:12]}.{secrets.token_hex(8)}.tmp")
+    # With the umask's permissions, unlike `tempfile`: others who share the folder must be able to read it.
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with open(handle, "w", encoding="utf-8") as stream:
             stream.write(text)

@@ -14,6 +14,21 @@ _TEXTS = ("route", "time", "measured", "note", "failed", "shipped_for", "not_tun
 _OBJECTS = ("heuristic", "environment", "shapes")
 
 
+def finite_json(text: str) -> Any:
+    """What a text of JSON says. ValueError also for NaN and infinities, which Python reads but cannot pass on.
+
+    >>> finite_json('{"seconds": 0.5}')
+    {'seconds': 0.5}
+    """
+    return json.loads(text, parse_float=_finite, parse_constant=_finite)
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"it holds {number}, which is no number in JSON")
+    return value
+
+
 def wrong_key(key: Any) -> str | None:
     """Why a text is no key that `Invocation.key` gives; None when it is.
 

@@ -40,7 +40,8 @@ def mapped_calls(
     if size == 0:
         found = _of_none(function, mapped, args)
     elif fold and _folds(mapped, args):
-        return _unfolded(size, function(_folded(size, mapped, args, bias_gradient)))
+        folded = function(_folded(size, mapped, args, bias_gradient))
+        found = {name: x.reshape(size, -1, *x.shape[1:]) for name, x in folded.items()}
     else:
         found = one_by_one(function, mapped, args)
     return found, dict.fromkeys(found, True)
@@ -75,13 +76,6 @@ def _folded(size: int, mapped: Args, args: Args, bias_gradient: bool) -> Args:
         return x.reshape(-1, *x.shape[2:])
 
     return jax.tree_util.tree_map_with_path(fold, mapped, args)
-
-
-def _unfolded(size: int, found: dict[str, Array]) -> tuple[dict[str, Array], dict[str, bool]]:
-    """A bias that all calls share has no gradient here but zeros, which are of all of them."""
-    of_all = {name: name == "bias" and x.shape[0] % size != 0 for name, x in found.items()}
-    split = {name: x if of_all[name] else x.reshape(size, -1, *x.shape[1:]) for name, x in found.items()}
-    return split, {name: not shared for name, shared in of_all.items()}
 
 
 def _of_none(function: Callable[[Args], dict[str, Array]], mapped: Args, args: Args) -> dict[str, Array]:

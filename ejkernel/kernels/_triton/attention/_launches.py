@@ -65,9 +65,9 @@ def forward(plan: Plan, arrays: Arrays, others: Others) -> tuple[Array, Array]:
 def backward(
     plan: Plan, arrays: Arrays, others: Others, output: Array, lse: Array, d_output: Array, *, bias: bool = True
 ) -> Arrays:
-    """Gradients of query, key, value and bias in their own dtypes; that of the bias is 0 where `bias` says that it is not
-    wanted. And delta [B, H, T], the rows' products of output and adjoint, and dscale [B, H, T] where the scale has a gradient:
-    what `shared_gradients` sums."""
+    """Gradients of query, key, value and, where `bias` says that it is wanted, bias, in their own dtypes. And delta [B, H, T],
+    the rows' products of output and adjoint, and dscale [B, H, T] where the scale has a gradient: what `shared_gradients`
+    sums."""
     B, T, H, _ = arrays["query"].shape
     _, S, HK, DV = arrays["value"].shape
     masks = Masks.of(plan, arrays, others, of_keys=True)
@@ -95,8 +95,8 @@ def backward(
         kernel=flash_key_gradient, grid=cdiv(S, tiles.block_k) * HK * B, **_compiled(tiles), CALL=call, **_of_table(table),
     )  # fmt: skip
     found = {"query": of_query["dq"], "key": of_key["dk"], "value": of_key["dv"], "delta": made["delta"]}
-    if "bias" in arrays:
-        found["bias"] = _bias_gradient(plan, arrays, given, call) if bias else jnp.zeros_like(arrays["bias"])
+    if "bias" in arrays and bias:
+        found["bias"] = _bias_gradient(plan, arrays, given, call)
     if "traced_scale" in arrays:
         found["dscale"] = of_query["dscale"]
     return found

@@ -83,6 +83,7 @@ LEGAL_WARPS = (1, 2, 4, 8, 16)
 KEYS_TOGETHER = 16 << 20  # bytes
 HEADS_TOGETHER = (4, 16)  # at least and at most
 DOCUMENTS_TOGETHER = 8  # heads of packed documents
+LARGE_CAP = 1000.0  # of scores, above which 1 - 2 r leaves a 16-bit call too few digits of those near 0
 LARGE = 227 << 10  # bytes of shared memory of an H100's program
 
 
@@ -167,6 +168,7 @@ class Plan:
             SINKS_VARY=_of_rows(arrays.get("sinks"), 1),
             SCALE_VARIES=_of_rows(arrays.get("traced_scale"), 0),
             CAPPED=self.soft_cap is not None,
+            CAPPED_NEAR_0=self.soft_cap is not None and (self.exact or self.soft_cap > LARGE_CAP),
             DROPPED=min(round(self.dropout_prob * 2**32), 2**32 - 1),
             SURVIVES=1.0 / (1.0 - self.dropout_prob),
             FUSED=fused,

@@ -99,7 +99,11 @@ def _backward(
 ) -> dict[str, Any]:
     args = {"arrays": arrays, "others": others, "output": output, "lse": lse, "d_output": d_output}
     launch = lambda args: backward(plan, **args, bias=bias)
-    results = sorted({"query", "key", "value", "delta"} | ({"bias"} & set(arrays)))
+    results = ["query", "key", "value", "delta"]
+    results += ["bias"] if bias else []
     results += ["dscale"] if "traced_scale" in arrays else []
     found = over_mesh(launch, args, tuple(sorted(results)), bias_gradient=bias)
-    return {name: found[name] for name in arrays if name in found} | shared_gradients(plan, arrays, lse, found)
+    grads = {name: found[name] for name in arrays if name in found} | shared_gradients(plan, arrays, lse, found)
+    if "bias" in arrays and not bias:
+        grads["bias"] = vary(jnp.zeros_like(arrays["bias"]), varying_axes(arrays["bias"]))
+    return grads

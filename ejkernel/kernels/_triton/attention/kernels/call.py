@@ -26,7 +26,7 @@ class Call(NamedTuple):
         PACKED: whether the mask comes as bits, with all else that masks in them, see packing.py.
         IDS_VARY: 1 where segments and positions differ over the batch, else 0.
         SINKS_VARY, SCALE_VARIES: 1 where these differ over the batch: [B, H] and [B], else 0: [H] and [].
-        CAPPED: whether there is a soft cap.
+        CAPPED: whether there is a soft cap; CAPPED_NEAR_0: whether scores far below it need their digits, see `logits`.
         DROPPED: dropout keeps the weights whose random bits are at least this.
         SURVIVES: what dropout multiplies a kept weight by.
         FUSED: the scale is multiplied where the maximum is subtracted: no cap, no bias.
@@ -51,6 +51,7 @@ class Call(NamedTuple):
     SINKS_VARY: int
     SCALE_VARIES: int
     CAPPED: bool
+    CAPPED_NEAR_0: bool
     DROPPED: int
     SURVIVES: float
     FUSED: bool

@@ -274,7 +274,7 @@ def logits(s, given, batch, head, t, j, CALL: tl.constexpr, CHECK: tl.constexpr)
         top = cap * UNIT
         x = top - (2.0 * top) * r
         slope = 4.0 * r * (1.0 - r)
-        if EXACT:
+        if CALL.CAPPED_NEAR_0:
             u = exponent * (0.5 * LN2)
             x = tl.where(tl.abs(u) < 0.6, top * _small_tanh(u), x)
     elif not CALL.FUSED and not EXACT:
