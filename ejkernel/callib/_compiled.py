@@ -53,7 +53,6 @@ def compile_kernel(
     """The compiled kernel (metadata, asm) for a compute capability; needs no GPU. Compiled once for equal arguments."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     types, values = dict(signature), dict(constants)
     parameters = kernel.arg_names
@@ -63,12 +62,24 @@ def compile_kernel(
         for i, name in enumerate(parameters)
         if types.get(name, "").startswith("*")
     }
-    source = ASTSource(kernel, signature=full, constexprs={(parameters.index(n),): v for n, v in values.items()}, attrs=attrs)
+    constexprs = {(parameters.index(n),): v for n, v in values.items()}
+    source = _language_of(kernel)(kernel, signature=full, constexprs=constexprs, attrs=attrs)
     # Fused multiply-adds are said to be wanted because Triton 3.10 is to change its mind about them.
     flags: dict[str, Any] = {"num_warps": options.num_warps, "num_stages": options.num_stages, "enable_fp_fusion": True}
     if options.maxnreg is not None:
         flags["maxnreg"] = options.maxnreg
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=flags)
+
+
+def _language_of(kernel: Any) -> Any:
+    """What reads a kernel's source: Triton, or Gluon for a `@gluon.jit` function."""
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 def compile_to_fit(

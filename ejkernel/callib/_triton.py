@@ -93,6 +93,9 @@ def triton_call(
 ) -> Any:
     """Runs `kernel` (a `@triton.jit` function) on JAX arrays; works under `jit`, `shard_map` and `vmap` (one by one).
 
+    A `@gluon.jit` function runs compiled, too (Triton's interpreter knows no Gluon); num_warps are those that it starts with,
+    before it is split into partitions.
+
     `@triton.heuristics` over it are evaluated: their functions get arrays, numbers and constants by name, and outputs as
     shapes. `@triton.autotune` is refused: pass one of its configurations, or choose with an `ejkernel.ops.Kernel`.
 

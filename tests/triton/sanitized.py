@@ -33,6 +33,7 @@ from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton import attention, gated_delta_rule, recurrent
 from ejkernel.kernels._triton.causal_conv1d._solve import activated
+from ejkernel.kernels._triton.linear.kernels.head_gate_warpgroups import head_gate_scan_by_warpgroups
 from ejkernel.kernels._triton.linear.kernels.rows_scan import scan_rows_wide
 from ejkernel.kernels._triton.linear.routes.scans import WIDE_SHARED
 from ejkernel.testing.attention_cases import AttentionCase
@@ -46,6 +47,8 @@ BF16: dict[str, Any] = {"dtype": "bfloat16", "gate_dtype": "bfloat16", "block_q"
 CASES: list[Case | DeltaRun | AttentionRun | ConvolutionRun] = [
     Case((), shape=(1, 70, 2, 1, 40, 24), **BF16),
     Case((), shape=(1, 2100, 1, 1, 24, 40), **BF16),  # splits the sequence
+    Case(("g",), shape=(1, 130, 2, 1, 64, 128), cu_seqlens=PACKED, reverse=True, **BF16),  # whole tiles
+    Case((), shape=(1, 2100, 1, 1, 128, 64), **BF16),
     Case(("g",), shape=(1, 70, 2, 1, 100, 36), block_q=32, state=True),
     Case(("g",), shape=(1, 70, 1, 1, 300, 70), **BF16),
     Case(("g",), shape=(1, 70, 1, 1, 140, 24), **BF16),
@@ -233,8 +236,9 @@ def _programs(target: int) -> list[tuple[str, bytes, list[np.ndarray]]]:
         program = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=allowed)(*leaves)
         programs.append((str(case), bytes(program.serialize()), [np.asarray(x) for x in leaves]))
         print(f"{case}: {time.monotonic() - begin:.1f} s", flush=True)
-    room = shared_memory_of(target) >= WIDE_SHARED
-    if missing := kernels() - seen - (set() if room else {name_of(scan_rows_wide)}):
+    elsewhere = set() if shared_memory_of(target) >= WIDE_SHARED else {name_of(scan_rows_wide)}
+    elsewhere |= set() if target == 90 else {name_of(head_gate_scan_by_warpgroups)}
+    if missing := kernels() - seen - elsewhere:
         raise SystemExit(f"no case runs {', '.join(sorted(missing))}")
     print(f"{len(CASES)} cases, {len(seen)} kernels")
     return programs

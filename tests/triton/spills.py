@@ -54,7 +54,6 @@ _OPTIONS = "every option at once, with the tiles of the plain call: not measured
 _WIDE = "256 channels of softmax attention: not tuned, not measured"
 
 SPILLS = [
-    Spill(90, "g", "head_gate_scan", 72, "running sums: 0.104 ms on r1 against 0.208 for the exact matrix; 8 warps slower"),
     Spill(90, "g", "head_gate_backward", 144, _BACKWARD),
     Spill(90, "g_gamma", "head_gate_backward", 72, "168 registers 0.203 ms on r3 (8 bytes, Triton 3.6), unlimited 0.229"),
     Spill(90, "g wide", "head_gate_backward", 240, _BACKWARD + "; K = 512 not measured"),

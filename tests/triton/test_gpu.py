@@ -46,9 +46,25 @@ LARGE = [
     Case(("gk",), "mild", (1, 8192, 1, 1, 64, 64), state=True, **BF16),
     Case(("g", "gk", "gv", "g_gamma"), "mild", (4, 4, 8, 4, 128, 128), schedule="recurrent", state=True, **BF16),
 ]
+HEAD_GATE = [  # by `head_gate_scan_by_warpgroups` on Hopper, by `head_gate_scan` elsewhere
+    *(
+        Case(gates, "mild", (2, tokens, 4, 2, K, V), state=True, **BF16)
+        for gates in ((), ("g",), ("g_gamma",))
+        for tokens, K, V in ((300, 64, 128), (1024, 128, 64), (512, 128, 128), (129, 64, 64))
+    ),
+    *(Case(gates, "mild", (1, 8192, 1, 1, 128, 128), state=True, **BF16) for gates in ((), ("g",))),  # splits the sequence
+    *(
+        Case(gates, "mild", (1, 601, 4, 2, 128, V), cu_seqlens=LONG, state=True, reverse=reverse, **BF16)
+        for gates in ((), ("g",), ("g_gamma",))
+        for V in (64, 128)
+        for reverse in (False, True)
+    ),
+    *(Case(("g",), strength, (1, 300, 2, 2, 64, 64), state=True, reverse=True, **BF16) for strength in GATES),
+]
 
 ALONE = [  # forward passes without a gradient, which may take other kernels
     *(case for case in LARGE if "gk" in case.gates),
+    *HEAD_GATE,
     *(
         Case(("gk",), "mild", (2, tokens, 4, 2, K, K), gate_dtype="bfloat16", state=True, **BF16)
         for tokens in (512, 300, 4096)
@@ -96,7 +112,7 @@ def error_of_sum(case: Case, got, want) -> float:
     return float(np.sqrt(np.mean(np.square(np.asarray(got, np.float64) - np.asarray(want)))) / size)
 
 
-@pytest.mark.parametrize("case", [*INTERPRETED, *LARGE], ids=str)
+@pytest.mark.parametrize("case", [*INTERPRETED, *LARGE, *HEAD_GATE], ids=str)
 def test_matches_float64(case):
     values, grads = run(case)
     want_values, want_grads = value_and_grads(

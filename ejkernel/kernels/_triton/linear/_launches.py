@@ -114,6 +114,7 @@ ROWS = (
     Row(("gk",), 128, 128, tokens=1, cfg=STEP),
     Row((), 128, 128),
     Row(("g",), 128, 128),
+    Row(("g",), 128, 128, capability=80),
     Row(("g_gamma",), 64, 64),
     Row(("g",), 128, 128, "float32"),
     Row(("g",), 256, 512),

@@ -47,6 +47,7 @@ class Plan:
         operand: dtype of the operands of matrix products.
         precision: Triton's name of how float32 operands are multiplied.
         shared: bytes of shared memory that a program may take.
+        warpgroups: whether products are of whole warpgroups, asynchronous, from shared memory: compute capability 9.0.
         weak_limit: a chunk is weakly gated where the sizes of its log decays add up to at most this in every channel.
         min_segment: chunks of the shortest segment that is worth its own programs; shorter ones cost more in their combination
             than they save.
@@ -66,6 +67,7 @@ class Plan:
     precision: str
     output: np.dtype
     shared: int
+    warpgroups: bool = False
     block_k: int | None = None
     block_d: int | None = None
     num_warps: int | None = None
@@ -92,6 +94,7 @@ class Plan:
             precision=precision,
             output=problem.output_dtype,
             shared=shared_memory_of(capability_of(problem) or LEAST_CAPABILITY),
+            warpgroups=problem.device.capability == 90,  # not of what is interpreted
             block_k=cfg.block_k,
             block_d=cfg.block_d,
             num_warps=cfg.num_warps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
@@ -16,6 +17,12 @@ from ejkernel.kernels._triton.linear.kernels import head_gate
 from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
 from ejkernel.kernels._triton.linear.routes.scans import Ends, scan_rows, scan_states, segment_ends, wide_tiles
 
+try:
+    from ejkernel.kernels._triton.linear.kernels import head_gate_warpgroups
+except (ImportError, AttributeError):  # a Triton whose Gluon has other names
+    head_gate_warpgroups = None  # type: ignore[assignment]
+
+RING = 160 << 10  # bytes of shared memory for chunks that are copied ahead: three of 128 channels
 CHANGES: Changes = (
     {"block_d": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2}, {"num_stages": 2, "block_d": 32},
     {"block_q": 32}, {"block_q": 32, "block_d": 32},
@@ -222,7 +229,15 @@ def _value_tile(call: Call, K: int, V: int) -> int:
     return call.plan.block_d or tile(V, 32 if max(K, V) <= 64 and not call.plan.gates else 64)
 
 
+def _by_warpgroups(plan: Plan, K: int, V: int) -> bool:
+    """Whether `head_gate_scan_by_warpgroups` scans states of this size: on Hopper, where no configuration names other tiles."""
+    covered = plan.warpgroups and plan.bfloat16 and plan.C == 64 and {K, V} <= {64, 128}
+    return covered and not plan.named_scan_tiles and head_gate_warpgroups is not None
+
+
 def _segments(call: Call, K: int, V: int) -> Segments:
+    if _by_warpgroups(call.plan, K, V):
+        return call.segments(2)  # such a program fills a multiprocessor, as two others do
     return call.segments(cdiv(V, _value_tile(call, K, V)))
 
 
@@ -233,9 +248,6 @@ def _scan(
     """`head_gate_scan` on (q, k, v) or on arrays in their roles: o, and final and states if asked for."""
     plan, (B, T, H, _, _), chunks = call.plan, call.dims, call.chunks
     K, V = k.shape[3], v.shape[3]
-    BK, BV = tile(K, 512), _value_tile(call, K, V)
-    # With a gate and 128 or more key channels a third stage would leave one program to a multiprocessor.
-    stages = plan.num_stages or (3 if BK <= 64 or (BK <= 128 and not plan.gates) else 2)
     out = {
         "o": shape((B, T, H, V), output),
         "final": shape((call.sequences, H, K, V), np.float32) if final else None,
@@ -245,11 +257,24 @@ def _scan(
         "q": q, "k": k, "v": v, **call.head_gates, "begin": begin, "ends": ends.states, "end_decay": ends.key_decays,
         "scale": plan.scale, **chunks.arguments, **segments.arguments,
     }  # fmt: skip
+    constants: dict[str, Any] = {
+        "HQ": heads(q), "HK": heads(k), "HV": heads(v), "K": K, "V": V, "STRIDE_K": 1 if transposed else V,
+        "STRIDE_V": K if transposed else 1, "DECAYS": V if transposed else K, "ADJOINT": adjoint,
+    }  # fmt: skip
+    if _by_warpgroups(plan, K, V) and all(x.dtype == jnp.bfloat16 for x in (q, k, v)):
+        return triton_call(
+            arguments=arguments, out_shape=out, kernel=head_gate_warpgroups.head_gate_scan_by_warpgroups,
+            grid=(segments.count * H,), H=H, C=plan.C, SIGN=plan.sign, EVEN=chunks.even,
+            STAGES=RING // (plan.C * (2 * K + V) * 2), SCORES=2, COPY_REGISTERS=56, SCORE_REGISTERS=144, VALUE_REGISTERS=152,
+            **constants,
+        )  # fmt: skip
+    BK, BV = tile(K, 512), _value_tile(call, K, V)
+    # With a gate and 128 or more key channels a third stage would leave one program to a multiprocessor.
+    stages = plan.num_stages or (3 if BK <= 64 or (BK <= 128 and not plan.gates) else 2)
     return triton_call(
         arguments=arguments, out_shape=out, kernel=head_gate.head_gate_scan, grid=(cdiv(V, BV) * segments.count * H,),
-        HQ=heads(q), HK=heads(k), HV=heads(v), K=K, V=V, BK=BK, BV=BV, STRIDE_K=1 if transposed else V,
-        STRIDE_V=K if transposed else 1, DECAYS=V if transposed else K, ADJOINT=adjoint, EXACT=plan.exact, STAGES=stages,
-        num_warps=plan.num_warps or 4, shrink_stages=call.shrinks_stages, **call.constants(),
+        BK=BK, BV=BV, EXACT=plan.exact, STAGES=stages, num_warps=plan.num_warps or 4, shrink_stages=call.shrinks_stages,
+        **constants, **call.constants(),
     )  # fmt: skip
 
 
