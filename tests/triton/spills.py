@@ -40,6 +40,14 @@ _NARROW_SCAN = "only the segments' ends; 64 value channels 0.334 ms on r4 for ev
 _WIDE_SCAN = (
     "both passes with states 0.74 to 0.79 ms on r4 (48 bytes, Triton 3.6), 1.00 by `scan_rows`; without states nothing spills"
 )
+_KEY_ROWS = (
+    "strongly gated chunks; 64 channels a turn 0.387 ms on r1 of the delta rule (even lengths, 64 bytes, Triton 3.6); 128 "
+    "channels spill 944 there"
+)
+_DELTA_GATED = (
+    "strongly gated chunks; 128 registers, 64 value channels a turn, the states first: 0.93 ms on r1 of the delta rule (even "
+    "lengths, 72 bytes, Triton 3.6); all value channels and the states last 1.08"
+)
 _ROWS_SPLIT = "strongly gated chunks; 0.74 ms on r1 for both axes, 128 channels a turn 0.88"
 _KEY_VALUE_SCAN = "0.28 ms on r1 (432 bytes, Triton 3.6); 0.27 without the loop for strongly gated chunks, which spills"
 _DELTA = "0.72 ms on r1 of the delta rule for forward and gradient; no other tiles were faster"
@@ -116,17 +124,18 @@ SPILLS = [
     Spill(90, "delta head float32", "delta_adjoint_scan", 888, _EXACT),
     Spill(90, "delta head float32", "delta_head_gradients", 1984, _EXACT),
     Spill(90, "delta channel", "weak_rows", 80, "keys' own rows besides: 0.205 ms on r1 of the delta rule; 168 registers 0.30"),
-    Spill(90, "delta channel", "gated_rows", 224, _ROWS),
+    Spill(90, "delta channel", "gated_key_rows", 448, _KEY_ROWS),
     Spill(90, "delta channel", "delta_correction", 112, _DELTA),
     Spill(90, "delta channel", "delta_weak_gradients", 232, _DELTA_WEAK),
-    Spill(90, "delta channel", "gated_axis", 280, _AXIS),
+    Spill(90, "delta channel", "delta_gated_gradients", 312, _DELTA_GATED),
     Spill(90, "delta channel wide", "weak_rows", 1216, _DELTA_WIDE),
-    Spill(90, "delta channel wide", "gated_rows", 768, _DELTA_WIDE),
+    Spill(90, "delta channel wide", "gated_key_rows", 680, _DELTA_WIDE),
     Spill(90, "delta channel wide", "delta_correction", 112, _DELTA),
     Spill(90, "delta channel wide", "delta_scan", 528, _DELTA_WIDE),
     Spill(90, "delta channel wide", "delta_adjoint_scan", 368, _DELTA_WIDE),
     Spill(90, "delta channel wide", "delta_weak_gradients", 208, _DELTA_WIDE),
-    Spill(90, "delta channel wide", "gated_axis", 104, _AXIS),
+    Spill(90, "delta channel wide", "delta_scores_in_blocks", 48, _DELTA_WIDE),
+    Spill(90, "delta channel wide", "delta_gated_gradients", 304, _DELTA_GATED),
     Spill(90, "delta channel float32", "delta_scan", 584, _EXACT),
     Spill(90, "delta channel float32", "delta_adjoint_scan", 656, _EXACT),
     Spill(90, "delta channel float32", "general_gated_axis", 880, _EXACT),
@@ -137,20 +146,21 @@ SPILLS = [
     Spill(80, "delta none wide", "delta_adjoint_scan", 608, _AMPERE),
     Spill(80, "delta none wide", "delta_head_gradients", 560, _AMPERE),
     Spill(80, "delta channel", "weak_rows", 232, _AMPERE),
-    Spill(80, "delta channel", "scores_in_blocks", 56, _AMPERE),
+    Spill(80, "delta channel", "gated_key_rows", 368, _AMPERE),
+    Spill(80, "delta channel", "delta_scores_in_blocks", 824, _AMPERE),
     Spill(80, "delta channel", "delta_correction", 120, _AMPERE),
     Spill(80, "delta channel", "delta_scan", 2624, _AMPERE),
     Spill(80, "delta channel", "delta_adjoint_scan", 1448, _AMPERE),
     Spill(80, "delta channel", "delta_weak_gradients", 328, _AMPERE),
-    Spill(80, "delta channel", "gated_axis", 1448, _AMPERE),
+    Spill(80, "delta channel", "delta_gated_gradients", 696, _AMPERE),
     Spill(80, "delta channel wide", "weak_rows", 6184, _AMPERE),
-    Spill(80, "delta channel wide", "gated_rows", 312, _AMPERE),
+    Spill(80, "delta channel wide", "gated_key_rows", 432, _AMPERE),
     Spill(80, "delta channel wide", "delta_correction", 120, _AMPERE),
     Spill(80, "delta channel wide", "delta_scan", 152, _AMPERE),
     Spill(80, "delta channel wide", "delta_adjoint_scan", 488, _AMPERE),
     Spill(80, "delta channel wide", "delta_weak_gradients", 328, _AMPERE),
-    Spill(80, "delta channel wide", "scores_in_blocks", 296, _AMPERE),
-    Spill(80, "delta channel wide", "gated_axis", 224, _AMPERE),
+    Spill(80, "delta channel wide", "delta_scores_in_blocks", 1152, _AMPERE),
+    Spill(80, "delta channel wide", "delta_gated_gradients", 688, _AMPERE),
     Spill(80, "delta head float32", "delta_scan", 728, _EXACT),
     Spill(80, "delta head float32", "delta_adjoint_scan", 664, _EXACT),
     Spill(80, "delta head float32", "delta_head_gradients", 1912, _EXACT),

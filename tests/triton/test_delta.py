@@ -76,6 +76,42 @@ def test_matches_float64(case):
     assert_close(case.evaluate(gated_delta_rule), *expected(case))
 
 
+class MixedChunks(DeltaCase):
+    """Three chunks of 64 rows: weakly gated, with resets in some of its last channels, and weakly gated in all heads but one,
+    where one channel is forgotten at once."""
+
+    def arguments(self):
+        arrays, options = super().arguments()
+        g = arrays["g"].at[:, 70:120:7, :, -3:].set(-1e4)
+        return arrays | {"g": g.at[:, 140, -1, 1].set(-jnp.inf)}, options
+
+
+MIXED = [
+    MixedChunks("mixed", batch=1, time=150, heads=2, key_heads=1, key_channels=24, gate="channel", dtype="bfloat16"),
+    MixedChunks(
+        "mixed-two-turns", batch=1, time=190, heads=1, key_heads=1, key_channels=72, value_channels=136, gate="channel",
+        initial_state=True, reverse=True, dtype="bfloat16",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MIXED, ids=str)
+def test_chunks_of_both_kinds(case):
+    """What the exact kernels write lies between what is there of weakly gated chunks."""
+    assert_close(case.evaluate(gated_delta_rule), *expected(case))
+
+
+@pytest.mark.parametrize(("kind", "V"), [("strong", 128), ("resets", 256), ("infinite", 128), ("twenty", 64)])
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter takes too long for every kind of gate")
+def test_strong_gates_of_128_channels(kind, V):
+    """In the exact kernels' tiles as they are measured, where nothing is masked."""
+    case = DeltaCase(
+        "full", batch=1, time=320, key_channels=128, value_channels=V, gate="channel", gate_kind=kind, initial_state=True,
+        dtype="bfloat16",
+    )  # fmt: skip
+    assert_close(case.evaluate(gated_delta_rule), *expected(case))
+
+
 @pytest.mark.parametrize("case", _cases(), ids=str)
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter takes too long for every case twice")
 def test_step_by_step_matches_float64(case):

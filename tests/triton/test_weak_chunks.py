@@ -61,6 +61,21 @@ def test_both_ways_agree(case):
         assert worst(run_along(case, route), want) < 6e-3, most
 
 
+def test_a_chunk_is_left_to_the_exact_kernels_by_any_of_its_turns():
+    """128 channels are 64 in each of two turns: a reset in the last one, which the first knows nothing of."""
+
+    class ResetInTheLastChannel(Case):
+        def arrays(self, seed=0):
+            arrays = super().arrays(seed)
+            return arrays | {"gk": arrays["gk"].at[:, 70, :, -1].set(-1e4)}
+
+    case = ResetInTheLastChannel(("gk",), shape=(1, 150, 1, 1, 72, 24), state=True, dtype="bfloat16", block_q=64)
+    want = value_and_grads(case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, None)
+    assert worst(run(case), want) < 6e-3
+    rows = rows_of_keys(Call.of(plan_of(case), case.arrays(), None), block_decays=False)
+    np.testing.assert_array_equal(rows.gates.weak, [[1], [0], [1]])
+
+
 def test_gates_at_the_limit_lose_nothing():
     class AtTheLimit(Case):
         def arrays(self, seed=0):

@@ -30,7 +30,7 @@ from ejkernel.kernels._triton.linear.kernels.tiles import (
 
 
 @triton.jit
-def _tile(x):
+def tile_of_rows(x):
     """[64, BD] from 8 rows, each [BD, 8]: row t of block b becomes tile row 8 t + b. Moves nothing between threads."""
     a0, a1, a2, a3 = tl.join(x[0], x[1]), tl.join(x[2], x[3]), tl.join(x[4], x[5]), tl.join(x[6], x[7])
     whole = tl.join(tl.join(a0, a1), tl.join(a2, a3))  # [BD, 8, 2, 2, 2]
@@ -38,8 +38,8 @@ def _tile(x):
 
 
 @triton.jit
-def _rows(x):
-    """The 8 rows, each [BD, 8], of a tile [64, BD]: the inverse of `_tile`."""
+def rows_of_tile(x):
+    """The 8 rows, each [BD, 8], of a tile [64, BD]: the inverse of `tile_of_rows`."""
     low, high = tl.split(tl.permute(tl.reshape(x, [2, 2, 2, 8, x.shape[1]]), [4, 3, 2, 1, 0]))  # of [BD, 8, 2, 2, 2]
     a0, a1 = tl.split(low)
     a2, a3 = tl.split(high)
@@ -47,7 +47,7 @@ def _rows(x):
 
 
 @triton.jit
-def _row(at, row, rows, c, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
+def row_of_blocks(at, row, rows, c, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
     """[BD, 8] in float32: one row of each block; 0 outside."""
     if EVEN and D % BD == 0:
         return tl.load(at).to(tl.float32)
@@ -56,7 +56,7 @@ def _row(at, row, rows, c, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr
 
 
 @triton.jit
-def _store_row(at, value, row, rows, c, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
+def store_row_of_blocks(at, value, row, rows, c, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
     if EVEN and D % BD == 0:
         tl.store(at, value.to(at.dtype.element_ty))
     else:
@@ -64,7 +64,7 @@ def _store_row(at, value, row, rows, c, D: tl.constexpr, BD: tl.constexpr, EVEN:
 
 
 @triton.jit
-def _between(block, n, LEVEL: tl.constexpr):
+def between(block, n, LEVEL: tl.constexpr):
     """Whether block n lies between `block` and the middle that the halves of 2^LEVEL blocks have in common."""
     same_half = (block >> LEVEL) == (n >> LEVEL)
     upper = ((block >> LEVEL) & 1) == 1
@@ -155,7 +155,7 @@ def _add_end(found, after, ys, suf, dys, dgs):
 
 
 @triton.jit
-def _of_blocks(a, b, BD: tl.constexpr):
+def of_blocks(a, b, BD: tl.constexpr):
     """For each of the 8 blocks, ([BD], [BD]): every thread then has what a and b [BD, 8] hold for all blocks."""
     both = tl.reshape(tl.join(a, b), [BD, 2, 2, 2, 2])
     low, high = tl.split(tl.permute(both, [0, 4, 3, 2, 1]))  # the block's three bits last
@@ -190,18 +190,18 @@ def _from_states(
             if chunk_decay2 is not None:
                 product *= tl.load(chunk_decay2 + index * P2 + c2 + tl.arange(0, B2))[None, :]
             through += tl.sum(product, 1)
-    return _rows(from_start), _rows(from_end), through
+    return rows_of_tile(from_start), rows_of_tile(from_end), through
 
 
 @triton.jit(noinline=True)
 def _axis_of_chunk(
-    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, betas, chunk_decay2, starts, ends, token, rows, seq, head,
+    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, chunk_decay2, starts, ends, token, rows, seq, head,
     index, col, scale,
     dx, dy, dg,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, JOINED: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr,
 ):  # fmt: skip
     """`gated_axis` of one chunk. A call of its own, as in `gated_rows`: 48 bytes are spilled for 184, but ptxas waits for each
     product of the tensor cores by itself."""
@@ -220,7 +220,7 @@ def _axis_of_chunk(
     ys = ()
     es = ()
     for t in tl.static_range(8):
-        log = _row(pg + t * (SIGN * HG * D), blk * 8 + t, rows, c, D, BD, EVEN)
+        log = row_of_blocks(pg + t * (SIGN * HG * D), blk * 8 + t, rows, c, D, BD, EVEN)
         if gs is not None:
             at = gs + token * HGS + head // (H // HGS) + (blk * 8 + t) * (SIGN * HGS)
             log += tl.load(at, mask=blk * 8 + t < rows, other=0.0).to(tl.float32)
@@ -228,10 +228,10 @@ def _axis_of_chunk(
             log += tl.where(blk * 8 + t < rows, tl.load(gamma + seq * H + head).to(tl.float32), 0.0)
         es = es + (exp_of_log(log),)
         if x is not None:
-            xs = xs + (_row(px + t * (SIGN * HX * D), blk * 8 + t, rows, c, D, BD, EVEN),)
+            xs = xs + (row_of_blocks(px + t * (SIGN * HX * D), blk * 8 + t, rows, c, D, BD, EVEN),)
         else:  # everything that would come of it falls away
             xs = xs + (tl.zeros([BD, 8], tl.float32),)
-        ys = ys + (_row(py + t * (SIGN * HY * D), blk * 8 + t, rows, c, D, BD, EVEN),)
+        ys = ys + (row_of_blocks(py + t * (SIGN * HY * D), blk * 8 + t, rows, c, D, BD, EVEN),)
     if STATES_FIRST:
         start_rows, end_rows, through = _from_states(
             x2, y2, chunk_decay2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
@@ -254,8 +254,8 @@ def _axis_of_chunk(
         through_all *= decay
         before *= tl.where(blk > n, decay, 1.0)
         after *= tl.where(blk < n, decay, 1.0)
-        far16 *= tl.where(_between(blk, n, 1), decay, 1.0)
-        far32 *= tl.where(_between(blk, n, 2), decay, 1.0)
+        far16 *= tl.where(between(blk, n, 1), decay, 1.0)
+        far32 *= tl.where(between(blk, n, 2), decay, 1.0)
     # Levels of 8, 16 and 32 rows: upper blocks read, lower ones are read.
     r = tl.arange(0, C)
     scores = M + (r[:, None] * C + r[None, :])
@@ -277,20 +277,20 @@ def _axis_of_chunk(
         of_level = tl.load(scores, mask=here, other=0.0)
         if SPLIT == 2:
             of_low = tl.load(scores + C * C, mask=here, other=0.0)
-            found = dot_split(of_level, of_low, _tile(own), _tile(own_low), None)
+            found = dot_split(of_level, of_low, tile_of_rows(own), tile_of_rows(own_low), None)
         else:
-            found = dot(of_level, _tile(own), None, DT, PREC)
-        found = _rows(found)
+            found = dot(of_level, tile_of_rows(own), None, DT, PREC)
+        found = rows_of_tile(found)
         dxs, dys, dgs, reading, being_read = _add_level(found, upper, far, xs, ys, pre, suf, dxs, dys, dgs)
         if level == 1:
             reading16 = reading
             being_read16 = being_read
     sum16 = reading16 + being_read16  # a block is upper or lower, so one of the two is 0
-    of_levels = _of_blocks(sum16, reading + being_read, BD)
+    of_levels = of_blocks(sum16, reading + being_read, BD)
     whole = tl.zeros([BD, 8], tl.float32)
     for n in tl.static_range(8):
         of16, of32 = tl.split(of_levels[n])
-        whole += tl.where(_between(n, blk, 1), of16[:, None], 0.0) + tl.where(_between(n, blk, 2), of32[:, None], 0.0)
+        whole += tl.where(between(n, blk, 1), of16[:, None], 0.0) + tl.where(between(n, blk, 2), of32[:, None], 0.0)
     if not STATES_FIRST:
         start_rows, end_rows, through = _from_states(
             x2, y2, chunk_decay2, starts, ends, token, rows, index, head, col, H, HX2, HY2, D, D2, P2, BD, B2, STRIDE, STRIDE2,
@@ -298,12 +298,9 @@ def _axis_of_chunk(
         )  # fmt: skip
     # The states are a level whose lower half is everything before the rows, or whose upper half is everything after them.
     dxs, dgs, starting = _add_start(start_rows, before * scale, xs, pre, dxs, dgs)
-    if betas is not None:
-        for t in tl.static_range(8):
-            end_rows = put(end_rows, t, end_rows[t] * tl.load(betas + (index * C + t) + blk * 8))  # [BD, 8] * [1, 8]
     dys, dgs, ending = _add_end(end_rows, after, ys, suf, dys, dgs)
     # The decays of a whole block n also count in what other blocks read and have read across it.
-    of_states = _of_blocks(starting, ending, BD)
+    of_states = of_blocks(starting, ending, BD)
     for n in tl.static_range(8):
         started, ended = tl.split(of_states[n])
         whole += tl.where(blk < n, started[:, None], 0.0) + tl.where(blk > n, ended[:, None], 0.0)
@@ -312,26 +309,23 @@ def _axis_of_chunk(
     at = (token * H + head) * D + (blk * (8 * SIGN * H * D) + c)
     for t in tl.static_range(8):
         step = t * (SIGN * H * D)
-        if JOINED:
-            dys = put(dys, t, dys[t] + dxs[t] + _row(dy + at + step, blk * 8 + t, rows, c, D, BD, EVEN))
-            dgs = put(dgs, t, dgs[t] + _row(dg + at + step, blk * 8 + t, rows, c, D, BD, EVEN))
         if dx is not None:
-            _store_row(dx + at + step, dxs[t], blk * 8 + t, rows, c, D, BD, EVEN)
+            store_row_of_blocks(dx + at + step, dxs[t], blk * 8 + t, rows, c, D, BD, EVEN)
         if dy is not None:
-            _store_row(dy + at + step, dys[t], blk * 8 + t, rows, c, D, BD, EVEN)
+            store_row_of_blocks(dy + at + step, dys[t], blk * 8 + t, rows, c, D, BD, EVEN)
         if dg is not None:
-            _store_row(dg + at + step, dgs[t] + whole, blk * 8 + t, rows, c, D, BD, EVEN)
+            store_row_of_blocks(dg + at + step, dgs[t] + whole, blk * 8 + t, rows, c, D, BD, EVEN)
 
 
 @triton.jit
 def gated_axis(
-    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, betas, chunk_decay2, starts, ends, chunks, weak, scale, T, NT,
+    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, chunk_decay2, starts, ends, chunks, weak, scale, T, NT,
     COUNT, filled_dx, filled_dy, filled_dg,
     dx, dy, dg,
     H: tl.constexpr, HX: tl.constexpr, HY: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, HX2: tl.constexpr,
     HY2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr,
     STRIDE: tl.constexpr, STRIDE2: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, JOINED: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, STATES_FIRST: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Programs: tiles of BD own channels * groups of GROUP of COUNT chunks * heads.
 
@@ -342,13 +336,11 @@ def gated_axis(
     rows (`scores_in_blocks`, `stored_scores_in_blocks`). block_decays [chunks, H, 8, D]: each block's decay.
 
     x2, y2 [tokens, heads, D2], or, where the other axis has a gate, [chunks, H, 2, 64, P2] with its decays in them, and
-    chunk_decay2 [chunks, H, P2] its decay over a chunk (`gated_rows`); P2 is 0 where it has none. betas
-    [chunks, H, 64]: a factor of each row of y2, or None.
+    chunk_decay2 [chunks, H, P2] its decay over a chunk (`gated_rows`); P2 is 0 where it has none.
 
     starts, ends [chunks, H, SPLIT, K, V]: state before, adjoint after each chunk; STRIDE and STRIDE2 are the own and the
     other channel's strides in them. dx, dy, dg [tokens, H, D]. STATES_FIRST: their products come before the scores, which
-    costs registers and hides the time of a long loop over them. filled_*: memory shared with the outputs. JOINED: x is y, dx is
-    None, and the gradients of both are added to what dy holds, as the gate's is to dg.
+    costs registers and hides the time of a long loop over them. filled_*: memory shared with the outputs.
     """
     TILES: tl.constexpr = (D + BD - 1) // BD
     tile, head, unit = program_at(TILES, H)
@@ -362,7 +354,7 @@ def gated_axis(
             index = s.to(tl.int64) * H + head
             if (rows > 0) & (tl.load(weak + index) == 0):
                 _axis_of_chunk(
-                    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, betas, chunk_decay2, starts, ends, token, rows,
+                    x, y, g, gs, gamma, M, within_blocks, block_decays, x2, y2, chunk_decay2, starts, ends, token, rows,
                     seq, head, index, tile * BD, scale, dx, dy, dg, H, HX, HY, HG, HGS, HX2, HY2, D, D2, P2, BD, B2, STRIDE,
-                    STRIDE2, SIGN, EVEN, PREC, SPLIT, STAGES, STATES_FIRST, JOINED,
+                    STRIDE2, SIGN, EVEN, PREC, SPLIT, STAGES, STATES_FIRST,
                 )  # fmt: skip

@@ -28,7 +28,7 @@ def _mul(a, b):
 
 
 @triton.jit
-def _upper(AXIS: tl.constexpr):
+def upper_half(AXIS: tl.constexpr):
     """True on the upper half of an axis of a [2, 2, 2, 2, 2, 2, BK] tensor."""
     b = tl.arange(0, 2) == 1
     if AXIS == 0:
@@ -47,12 +47,13 @@ def _upper(AXIS: tl.constexpr):
 
 
 @triton.jit
-def _double(fq, fk, total, AXIS: tl.constexpr):
-    """From blocks of h rows to blocks of 2h: `total` holds each block's decay (axes below the level have size 1)."""
-    b = _upper(AXIS)
+def double(total, AXIS: tl.constexpr):
+    """From blocks of h rows to blocks of 2h, `total` holds each block's decay (axes below the level have size 1): what the
+    decays up to each row and those after it are multiplied by, and the totals of the larger blocks."""
+    b = upper_half(AXIS)
     left = tl.reduce(tl.where(b, 1.0, total), AXIS, _mul, keep_dims=True)
     right = tl.reduce(tl.where(b, total, 1.0), AXIS, _mul, keep_dims=True)
-    return fq * tl.where(b, left, 1.0), fk * tl.where(b, 1.0, right), left * right
+    return tl.where(b, left, 1.0), tl.where(b, 1.0, right), left * right
 
 
 @triton.jit(noinline=True)
@@ -128,10 +129,12 @@ def _rows_of_chunk(
         p = tl.reshape(e, [2, 2, 2, 2, 2, 2, BK])
         for level in tl.static_range(4):  # row bits 0-3: axes 3, 2, 1, 0
             if q is not None:
-                P = tl.permute(tl.reshape(tl.where(_upper(3 - level), fq, fk).to(PT), [16, 4, BK]), [1, 0, 2])
+                P = tl.permute(tl.reshape(tl.where(upper_half(3 - level), fq, fk).to(PT), [16, 4, BK]), [1, 0, 2])
                 s16 = dot(P, tl.permute(P, [0, 2, 1]), None, PT, "tf32")
                 acc16 = tl.where((x16 >> level) == 1, acc16 + s16, acc16)
-            fq, fk, p = _double(fq, fk, p, 3 - level)
+            before, after, p = double(p, 3 - level)
+            fq *= before
+            fk *= after
             if level == 2 and block_decays is not None:
                 i = tl.arange(0, 8)[:, None]
                 n = (i & 3) * 2 + (i >> 2)  # p's axes are row bit 3, then bits 5 and 4
@@ -139,14 +142,16 @@ def _rows_of_chunk(
                 tl.store(block_decays + (index * 8 + n) * K + column, tl.reshape(p, [8, BK]), mask=column < K)
         for level in tl.static_range(4, 6):  # row bits 4, 5 (warps): axes 5, 4
             if q is not None:
-                P = tl.permute(tl.reshape(tl.where(_upper(9 - level), fq, fk).to(PT), [16, 4, BK]), [1, 0, 2])
+                P = tl.permute(tl.reshape(tl.where(upper_half(9 - level), fq, fk).to(PT), [16, 4, BK]), [1, 0, 2])
                 P = tl.reshape(P, [C, BK])
                 whole = dot(P, tl.trans(P), None, PT, "tf32")
                 if KP > BK:
                     acc = tl.where((x >> level) == 1, acc + whole, acc)
                 else:
                     acc = tl.where((x >> level) == 1, whole, acc)
-            fq, fk, p = _double(fq, fk, p, 9 - level)
+            before, after, p = double(p, 9 - level)
+            fq *= before
+            fk *= after
         if q is not None:
             store_split(qd + ik, index * SPLIT, C * KP, cd + od, tl.reshape(fq, [C, BK]), SPLIT)
         store_split(kd + ik, index * SPLIT, C * KP, cd + od, tl.reshape(fk, [C, BK]), SPLIT)

@@ -85,9 +85,12 @@ def weak_rows(
     """Programs: chunks * heads. `gated_rows` for weakly gated chunks.
 
     weak [chunks, H]: 1 where the chunk is, else 0: what is left of it then may be anything, and `gated_rows` writes over it.
-    (Looking first and returning would read the gates twice, one wait after the other.) M, M_low, kp: what A, A_low and qd are
-    of queries, of keys in their place with a scale of 1; None where nobody asks. With them the scores' blocks of 16 x 16 above
-    the diagonal are not written.
+    A chunk that decays too far is left at the first turn over its channels that shows it, when all that the turn reads is
+    there: looking at the gates first would be one wait more. (Where log decays above 0 go too far on the way, it is seen at
+    the end.)
+
+    M, M_low, kp: what A, A_low and qd are of queries, of keys in their place with a scale of 1; None where nobody asks. With
+    them the scores' blocks of 16 x 16 above the diagonal are not written.
     """
     C: tl.constexpr = 64
     DT: tl.constexpr = kd.dtype.element_ty
@@ -102,12 +105,17 @@ def weak_rows(
     scores = tl.zeros([C, C], tl.float32)
     of_keys = tl.zeros([C, C], tl.float32)
     span = tl.zeros([C], tl.float32)
-    for col in range(0, KP, BK):
+    for col in tl.static_range(0, KP, BK):  # unrolled, since a loop cannot be left
         bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN)
         if q is not None:
             bq = load_rows(q, token, rows, head // (H // HQ), col, HQ, K, C, BK, SIGN, EVEN)
         logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, K, C, BK, SIGN, EVEN)  # [C, BK]
-        c, half = from_middle(logs, GATE_PARTS)
+        total = tl.sum(logs, 0)
+        if tl.min(total, 0) < -LIMIT:
+            tl.store(weak + index, 0)
+            return
+        half = tl.exp(total * 0.5)
+        c, _ = from_middle(logs, GATE_PARTS)
         span = tl.maximum(span, tl.max(tl.abs(c), 1))
         if kp is not None:
             read = bk.to(tl.float32) * exp2_of_log(c)

@@ -95,7 +95,6 @@ class AxisLaunch:
         blocked: the other axis' scores in block order: M and within_blocks of `gated_axis`.
         starts, ends: state before and adjoint after each chunk.
         out: what to compute.
-        betas: a factor of each of the other axis' rows y, [chunks, H, 64]; for `elsewhere` alone.
     """
 
     call: Call
@@ -107,7 +106,6 @@ class AxisLaunch:
     starts: Array
     ends: Array | None
     out: Outputs
-    betas: Array | None = None
 
     def everywhere(self) -> dict[str, Array]:
         """dx, dy, dg: first in the weakly gated chunks, then in the others."""
@@ -126,11 +124,8 @@ class AxisLaunch:
             **common,
         )  # fmt: skip
 
-    def elsewhere(self, filled: dict[str, Array], joined: bool = False) -> dict[str, Array]:
-        """dx, dy, dg in the chunks that are not weakly gated; filled: with the others already in them.
-
-        joined: x is y, and what is found is added to what dy and dg hold.
-        """
+    def elsewhere(self, filled: dict[str, Array]) -> dict[str, Array]:
+        """dx, dy, dg in the chunks that are not weakly gated; filled: with the others already in them."""
         common, chunks = self._common(), self.call.chunks
         H, D, D2 = common["H"], common["D"], common["D2"]
         BD = self.own.block(self.call) or 32
@@ -138,13 +133,12 @@ class AxisLaunch:
         split = common["SPLIT"] == 2
         memory = {f"filled_{name}": filled.get(name) for name in self.out}
         arguments = {
-            **self._arguments(), **self.blocked, "betas": self.betas, "block_decays": self.gates.block_decays,
-            "COUNT": chunks.count, **memory,
+            **self._arguments(), **self.blocked, "block_decays": self.gates.block_decays, "COUNT": chunks.count, **memory,
         }  # fmt: skip
         return triton_call(
             arguments=arguments, out_shape=self.out, kernel=gated_axis.gated_axis,
             grid=(cdiv(D, BD) * cdiv(chunks.count, group) * H,), BD=BD, B2=tile(D2, 128), GROUP=group,
-            STAGES=1 if D2 <= 128 else 2, STATES_FIRST=D2 > 128 or split, JOINED=joined, num_warps=8,
+            STAGES=1 if D2 <= 128 else 2, STATES_FIRST=D2 > 128 or split, num_warps=8,
             maxnreg=None if split else 128,  # split 4.9 ms instead of 6.0, and 7.5 with the states last
             input_output_aliases={f"filled_{name}": name for name in filled}, **common,
         )  # fmt: skip
@@ -182,17 +176,12 @@ def blocked_shapes(call: Call, split: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {"M": shape((n, H, split, 64, 64), call.plan.operand), "within_blocks": shape((n, H, 8, 8, 8), np.float32)}
 
 
-def scores_in_blocks(
-    call: Call, x: Array, y: Array, weak: Array, scale: float, *, betas: Array | None = None, strict: bool = False
-) -> dict[str, Array]:
-    """scale * x y^T of value channels without a gate, in those chunks that are not weakly gated.
-
-    betas: a factor of each row of y, [chunks, H, 64]; strict: 0 on the diagonal.
-    """
+def scores_in_blocks(call: Call, x: Array, y: Array, weak: Array, scale: float) -> dict[str, Array]:
+    """scale * x y^T of value channels without a gate, in those chunks that are not weakly gated."""
     H, D, chunks = call.dims[2], y.shape[3], call.chunks
     return triton_call(
-        arguments={"x": x, "y": y, "betas": betas, "weak": weak, "scale": scale, **chunks.arguments},
+        arguments={"x": x, "y": y, "weak": weak, "scale": scale, **chunks.arguments},
         out_shape=blocked_shapes(call, 1), kernel=other_axis.scores_in_blocks, grid=(chunks.count * H,), H=H, HX=heads(x),
-        HY=heads(y), D=D, BD=tile(D, 128), SIGN=call.plan.sign, EVEN=chunks.even, PREC=call.plan.precision, STRICT=strict,
+        HY=heads(y), D=D, BD=tile(D, 128), SIGN=call.plan.sign, EVEN=chunks.even, PREC=call.plan.precision,
         num_warps=4, num_stages=1,
     )  # fmt: skip

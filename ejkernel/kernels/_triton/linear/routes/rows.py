@@ -10,9 +10,7 @@ from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._plan import gate_parts, tile
-from ejkernel.kernels._triton.linear.kernels import gated_rows, weak_chunks
-
-NAMES = ("A", "A_low", "qd", "kd", "chunk_decay")  # of what `gated_rows` fills in
+from ejkernel.kernels._triton.linear.kernels import gated_key_rows, gated_rows, weak_chunks
 
 
 class GateRange(NamedTuple):
@@ -71,6 +69,11 @@ def rows_of_values(call: Call, do: Array | None, *, block_decays: bool) -> Gated
     return rows_of_axis(call, do, v, gv, 1.0, g=None, g_gamma=None, block_decays=block_decays, split=2)
 
 
+def _without(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Without what a kernel does not take: these names and the memory that they share with outputs."""
+    return {name: x for name, x in given.items() if name.removeprefix("filled_") not in names}
+
+
 def rows_of_axis(
     call: Call, x: Array | None, y: Array, gate: Array, scale: float, *, g: Array | None, g_gamma: Array | None,
     block_decays: bool, low: bool = False, split: int = 1, of_keys: bool = False,
@@ -82,16 +85,15 @@ def rows_of_axis(
     plan, H, chunks = call.plan, call.dims[2], call.chunks
     D, count, P = y.shape[3], chunks.count, padded(y.shape[3])
     rows, scores = shape((count, H, split, 64, P), plan.operand), shape((count, H, 64, 64), plan.operand)
-    out = {
+    out: dict[str, Any] = {
         "A": None if x is None else scores, "A_low": scores if x is not None and (low or split == 2) else None,
         "qd": None if x is None else rows, "kd": rows, "chunk_decay": shape((count, H, P), np.float32),
     }  # fmt: skip
-    keys = dict.fromkeys(("M", "M_low", "kp")) if not of_keys else {"M": scores, "M_low": scores, "kp": rows}
-    arguments = {"q": x, "k": y, "g": gate, "gs": g, "gamma": g_gamma, "scale": scale, **chunks.arguments}
+    keys: dict[str, Any] = dict.fromkeys(("M", "M_low", "kp")) if not of_keys else {"M": scores, "M_low": scores, "kp": rows}
+    arguments: dict[str, Any] = {"q": x, "k": y, "g": gate, "gs": g, "gamma": g_gamma, "scale": scale, **chunks.arguments}
     common: dict[str, Any] = {
         "H": H, "HQ": heads(x), "HK": heads(y), "HG": heads(gate), "HGS": heads(g), "K": D, "KP": P, "SIGN": plan.sign,
-        "EVEN": chunks.even,
-        "SPLIT": split, "num_stages": 1,
+        "EVEN": chunks.even, "SPLIT": split, "num_stages": 1,
     }  # fmt: skip
     BK = 128 if P > 128 else 64  # more at a time when there are several turns: 0.159 against 0.170 ms with 256 channels
     few_registers = BK == 64 and split == 1 and not of_keys  # in two parts 0.209 ms without a limit, 0.228 with it
@@ -101,30 +103,18 @@ def rows_of_axis(
         GATE_PARTS=gate_parts(plan, gate, g, g_gamma), LIMIT=plan.weak_limit, **common,
     )  # fmt: skip
     weak, group = filled.pop("weak"), chunks.together(H)
-
-    def others(x: Array | None, scale: float, filled: dict[str, Array], **more: Any) -> dict[str, Array]:
-        """What is filled already, with the chunks that are not weakly gated."""
-        out = {name: None if (has := filled.get(name)) is None else shape(has.shape, has.dtype) for name in NAMES}
-        return triton_call(
-            arguments={
-                **arguments, "q": x, "scale": scale, "weak": weak, "COUNT": count,
-                **{f"filled_{name}": filled.get(name) for name in NAMES},
-            },
-            out_shape={**out, "block_decays": None, **more}, kernel=gated_rows.gated_rows, grid=(cdiv(count, group) * H,),
-            BK=min(P, 128 // split), GROUP=group, num_warps=4, maxnreg=160 if P == 64 else None,
-            input_output_aliases={f"filled_{name}": name for name in filled}, **{**common, "HQ": heads(x)},
-        )  # fmt: skip
-
-    decays = shape((count, H, 8, D), np.float32) if block_decays else None
-    found = others(x, scale, {name: filled[name] for name in NAMES if name in filled}, block_decays=decays)
-    key_rows = None
+    arguments |= {"weak": weak, "COUNT": count, **{f"filled_{name}": filled.get(name) for name in (*out, *keys)}}
+    out |= {**keys, "block_decays": shape((count, H, 8, D), np.float32) if block_decays else None}
     if of_keys:
-        with_keys = {
-            "A": filled["M"], "A_low": filled["M_low"], "qd": filled["kp"], "kd": found["kd"],
-            "chunk_decay": found["chunk_decay"],
-        }  # fmt: skip
-        again = others(y, 1.0, with_keys)
-        found |= {"kd": again["kd"], "chunk_decay": again["chunk_decay"]}
-        key_rows = KeyRows(again["A"], again["A_low"], again["qd"])
+        kernel, BK, maxnreg = gated_key_rows.gated_key_rows, 64, None
+        arguments, out, common = (_without(of, "gs", "gamma", "A_low", "HGS", "SPLIT") for of in (arguments, out, common))
+    else:
+        kernel, BK, maxnreg = gated_rows.gated_rows, 128 // split, 160 if P == 64 else None
+        arguments, out = (_without(of, "M", "M_low", "kp") for of in (arguments, out))
+    found = triton_call(
+        arguments=arguments, out_shape=out, kernel=kernel, grid=(cdiv(count, group) * H,), BK=min(P, BK), GROUP=group,
+        num_warps=4, maxnreg=maxnreg, input_output_aliases={f"filled_{name}": name for name in filled}, **common,
+    )  # fmt: skip
+    key_rows = KeyRows(found["M"], found["M_low"], found["kp"]) if of_keys else None
     gates = GateRange(weak, found.get("block_decays"))
     return GatedRows(found.get("A"), found.get("A_low"), found.get("qd"), found["kd"], found["chunk_decay"], gates, key_rows)
