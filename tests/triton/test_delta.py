@@ -19,6 +19,8 @@ from ejkernel.kernels._triton._recurrence import MAX_STEPS, MOST
 from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
 from ejkernel.kernels._triton.gated_delta_rule._platform import TritonDeltaRule
 from ejkernel.kernels._triton.gated_delta_rule.routes import ROUTES, route_of
+from ejkernel.kernels._triton.gated_delta_rule.routes.launches import head_gate_rows
+from ejkernel.kernels._triton.linear._call import Call
 from ejkernel.kernels._triton.linear._launches import arrays_of, launches
 from ejkernel.testing.compare import LINEAR_TOLERANCES, assert_close, relative_rms
 from ejkernel.testing.delta_cases import CASES, DeltaCase
@@ -158,6 +160,24 @@ def test_few_heads_are_scanned_in_segments():
     assert length(of(batch=1, time=16384)) == 32
     assert length(of(batch=8, time=2048)) == 32
     assert length(of(batch=1, time=32768, lengths=(16384, 16384))) == 103  # of 514: one sequence might hold nearly all
+
+
+@pytest.mark.parametrize("gate", [None, "head"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_correction_needs_no_queries(gate, dtype):
+    """For a scan that makes the scores of queries itself."""
+    case = DeltaCase("correction", batch=1, time=40, heads=2, key_heads=1, gate=gate, dtype=dtype)
+    problem = _planned(case)
+    plan = delta_plan(problem, TRITON.heuristic(problem))
+    (all_of_it, rows), (alone, bare) = (
+        head_gate_rows(Call.of(plan, dict(problem.differentiable), None), with_scores) for with_scores in (True, False)
+    )
+    assert rows.scores is not None
+    assert bare.scores is None
+    lower = np.tril(np.ones((plan.C, plan.C), bool))
+    used = lambda x: np.where(lower, np.asarray(x, np.float32), 0.0)  # blocks above the diagonal are not written
+    np.testing.assert_array_equal(used(all_of_it.Z), used(alone.Z))
+    np.testing.assert_array_equal(np.asarray(all_of_it.betas), np.asarray(alone.betas))
 
 
 def test_interpreted_cases_exist():

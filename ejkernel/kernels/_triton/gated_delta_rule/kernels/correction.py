@@ -70,8 +70,8 @@ def _products(
     q, k, token, rows, head, HK: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, SIGN: tl.constexpr,
     EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks (i, j), j <= i < N, of k k^T and of q k^T for a chunk's rows of q and k [tokens, HK, K], one row of blocks after
-    the other. Both in one turn over the channels: what a program waits for is memory, so all of it is asked for early.
+    """Blocks (i, j), j <= i < N, of k k^T and, with q, of q k^T for a chunk's rows of both [tokens, HK, K], one row of blocks
+    after the other. Both in one turn over the channels: what a program waits for is memory, so all of it is asked for early.
 
     EXACT: k k^T in float64. Where keys are alike its roundings all point the same way, and a chunk's rows add them up.
     """
@@ -80,13 +80,15 @@ def _products(
     of_queries = ()
     for _ in tl.static_range(N * (N + 1) // 2):
         of_keys = of_keys + (tl.zeros([16, 16], tl.float64 if EXACT else tl.float32),)
-        of_queries = of_queries + (tl.zeros([16, 16], tl.float32),)
+        if q is not None:
+            of_queries = of_queries + (tl.zeros([16, 16], tl.float32),)
     for c in tl.range(0, K, BK, num_stages=STAGES):
         keys = ()
         for i in tl.static_range(N):
             keys = keys + (load_rows(k, token + SIGN * 16 * i, rows - 16 * i, head, c, HK, K, 16, BK, SIGN, EVEN),)
         for i in tl.static_range(N):
-            query = load_rows(q, token + SIGN * 16 * i, rows - 16 * i, head, c, HK, K, 16, BK, SIGN, EVEN)
+            if q is not None:
+                query = load_rows(q, token + SIGN * 16 * i, rows - 16 * i, head, c, HK, K, 16, BK, SIGN, EVEN)
             for j in tl.static_range(i + 1):
                 right = tl.trans(keys[j].to(DT))
                 total = tl.dot(
@@ -94,18 +96,38 @@ def _products(
                     out_dtype=tl.float64 if EXACT else tl.float32,
                 )  # fmt: skip
                 of_keys = put(of_keys, _at(i, j), total)
-                of_queries = put(of_queries, _at(i, j), dot(query, right, of_queries[_at(i, j)], DT, PREC))
+                if q is not None:
+                    of_queries = put(of_queries, _at(i, j), dot(query, right, of_queries[_at(i, j)], DT, PREC))
     return of_keys, of_queries
 
 
 @triton.jit
-def _decay(
-    gs, token, rows, index, head, i: tl.constexpr, j: tl.constexpr, H: tl.constexpr, HGS: tl.constexpr, C: tl.constexpr,
-    SIGN: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """[16, 16]: the decay from row s of block j to row t of block i, 0 for s > t; gs: as `head_decays` reads it.
+def _betas(beta, token, rows, head, H: tl.constexpr, N: tl.constexpr, SIGN: tl.constexpr):
+    """Beta of every block's rows, N times [16]; not one by one between stores, behind each of which the next would wait."""
+    found = ()
+    for i in tl.static_range(N):
+        found = found + (load_per_head(beta, token + SIGN * 16 * i, rows - 16 * i, head, H, 16, SIGN),)
+    return found
 
-    EXACT: log decays are summed over just the rows they span. Otherwise they are differences of running sums.
+
+@triton.jit
+def _running(gs, index, C: tl.constexpr, EXACT: tl.constexpr):
+    """Running sums of log decays of every block's rows, [16] each, as `_decay` reads them."""
+    found = ()
+    if gs is not None and not EXACT:
+        for i in tl.static_range(C // 16):
+            found = found + (tl.load(gs + index * C + 16 * i + tl.arange(0, 16)),)
+    return found
+
+
+@triton.jit
+def _decay(
+    gs, running, token, rows, head, i: tl.constexpr, j: tl.constexpr, H: tl.constexpr, HGS: tl.constexpr, SIGN: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """[16, 16]: the decay from row s of block j to row t of block i, 0 for s > t.
+
+    EXACT: log decays, of gs, are summed over just the rows they span. Otherwise they are differences of running sums.
     """
     r = tl.arange(0, 16)
     if EXACT:
@@ -123,9 +145,7 @@ def _decay(
                 between += tl.sum(tl.maximum(whole, -1e30), 0)
         decay = tl.exp(between)
     else:
-        upto_t = tl.load(gs + index * C + i * 16 + r)
-        upto_s = tl.load(gs + index * C + j * 16 + r)
-        decay = exp_of_log(upto_t[:, None] - upto_s[None, :])
+        decay = exp_of_log(running[i][:, None] - running[j][None, :])
     if i == j:
         decay = tl.where(r[:, None] >= r[None, :], decay, 0.0)
     return decay
@@ -163,7 +183,8 @@ def delta_correction(
     """Programs of one warp: chunks * heads. Z [chunks, H, C, C].
 
     M, M_low [chunks, H, C, C]: the scores of keys with keys and, where it matters, their low part; None with one gate per head
-    or none, where they are made here, and with them those of queries with keys: scores [chunks, H, C, C], scaled, 0 for s > t.
+    or none, where they are made here, and with them, if asked for, those of queries with keys: scores [chunks, H, C, C],
+    scaled, 0 for s > t. A scan that makes those itself asks for none, and no query is read: half of the bytes.
     gs: as `head_decays` reads it. key_scores [chunks, H, 2, C, C]: M as it is multiplied, 0 for s >= t, a high and a low part,
     if asked for. betas [chunks, H, C]: beta in float32, row by row of a chunk: what the scans can have copied to shared memory
     before they need it.
@@ -178,6 +199,10 @@ def delta_correction(
     kv = head // (H // HK)
     r = tl.arange(0, 16)
     below = r[:, None] > r[None, :]
+    if scores is None:  # with scores of queries there are too few registers to ask for them now
+        factors = _betas(beta, token, rows, head, H, N, SIGN)
+        if M is None:
+            running = _running(gs, index, C, EXACT)
     blocks = ()  # (i, j), j <= i, of the scores of keys with keys, one row of blocks after the other
     if M is not None:
         for i in tl.static_range(N):
@@ -188,20 +213,25 @@ def delta_correction(
                 blocks = blocks + (one,)
     else:
         blocks, of_queries = _products(q, k, token, rows, kv, HK, K, BK, N, SIGN, EVEN, DT, PREC, EXACT, STAGES)
+        if scores is not None:
+            running = _running(gs, index, C, EXACT)
         for i in tl.static_range(N):
             for j in tl.static_range(i + 1):
-                one = of_queries[_at(i, j)] * scale
                 if gs is not None:
-                    decay = _decay(gs, token, rows, index, head, i, j, H, HGS, C, SIGN, EXACT)
+                    decay = _decay(gs, running, token, rows, head, i, j, H, HGS, SIGN, EXACT)
                     blocks = put(blocks, _at(i, j), blocks[_at(i, j)] * decay)
-                    one *= decay
-                elif i == j:
-                    one = tl.where(r[:, None] >= r[None, :], one, 0.0)
-                tl.store(_block(scores, index, i, j, C), one.to(scores.dtype.element_ty))
+                if scores is not None:
+                    one = of_queries[_at(i, j)] * scale
+                    if gs is not None:
+                        one *= decay
+                    elif i == j:
+                        one = tl.where(r[:, None] >= r[None, :], one, 0.0)
+                    tl.store(_block(scores, index, i, j, C), one.to(scores.dtype.element_ty))
+    if scores is not None:
+        factors = _betas(beta, token, rows, head, H, N, SIGN)
     # Z_ij = X_i (M_ij - sum over n of M_in beta_n Z_nj), X_i the inverse of a diagonal block, column by column.
     diagonal = ()
     inverses = ()
-    factors = ()
     for i in tl.static_range(N):
         own = tl.where(below, blocks[_at(i, i)], 0.0)
         if key_scores is not None:
@@ -210,18 +240,16 @@ def delta_correction(
                 _store_key_scores(key_scores, blocks[_at(i, j)], index, i, j, C)
                 blocks = put(blocks, _at(i, j), blocks[_at(i, j)].to(tl.float32))
             own = own.to(tl.float32)
-        one = load_per_head(beta, token + SIGN * 16 * i, rows - 16 * i, head, H, 16, SIGN)
-        tl.store(betas + index * C + 16 * i + r, one)
-        factors = factors + (one[None, :],)
+        tl.store(betas + index * C + 16 * i + r, factors[i])
         diagonal = diagonal + (own,)
-        inverses = inverses + (_inverse(own * factors[i], PREC),)
+        inverses = inverses + (_inverse(own * factors[i][None, :], PREC),)
     for j in tl.static_range(N):
         column = (_dot(inverses[j], diagonal[j], PREC),)
         tl.store(_block(Z, index, j, j, C), column[0].to(Z.dtype.element_ty))
         for i in tl.static_range(j + 1, N):
             total = blocks[_at(i, j)]
             for n in tl.static_range(j, i):
-                total -= _dot(blocks[_at(i, n)] * factors[n], column[n - j], PREC)
+                total -= _dot(blocks[_at(i, n)] * factors[n][None, :], column[n - j], PREC)
             found = _dot(inverses[i], total, PREC)
             column = column + (found,)
             tl.store(_block(Z, index, i, j, C), found.to(Z.dtype.element_ty))

@@ -23,7 +23,7 @@ class Rows(NamedTuple):
 
     query: Array
     key: Array
-    scores: Array  # [chunks, H, C, C]: of queries with keys
+    scores: Array | None  # [chunks, H, C, C]: of queries with keys; None where a scan makes them itself
     key_after: Array | None = None
     chunk_decay: Array | None = None  # [chunks, H, P]
 
@@ -41,11 +41,11 @@ class Correction(NamedTuple):
     key_scores: Array | None  # [chunks, H, 2, C, C], where products are as good as float32's: to refine the errors once
 
 
-def head_gate_rows(call: Call) -> tuple[Correction, Rows]:
-    """What the scans of a call with one gate per head, or none, read."""
+def head_gate_rows(call: Call, with_scores: bool = True) -> tuple[Correction, Rows]:
+    """What the scans of a call with one gate per head, or none, read; without scores where a scan makes them itself."""
     q, k, _ = call.query_key_value
-    found = _correction(call, {"q": q, "M": None, "M_low": None}, with_scores=True)
-    return Correction(found["Z"], found["betas"], found.get("key_scores")), Rows(q, k, found["scores"])
+    found = _correction(call, {"q": q if with_scores else None, "M": None, "M_low": None}, with_scores)
+    return Correction(found["Z"], found["betas"], found.get("key_scores")), Rows(q, k, found.get("scores"))
 
 
 def correction_of(call: Call, scores: Array, scores_low: Array | None = None) -> Correction:
