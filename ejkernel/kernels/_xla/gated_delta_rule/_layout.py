@@ -117,3 +117,13 @@ class Layout:
             x = jnp.sum(x.reshape(x.shape[0], heads, x.shape[1] // heads, *x.shape[2:]), 2)
         rows = jnp.swapaxes(x, 1, 2).astype(dtype)
         return rows[:, ::-1] if self.flips else rows
+
+    def by_token(self, x: Array, heads: int, dtype: np.dtype) -> Array:
+        """A chunk's rows `[B, C, h, ...]` as `[C, B, heads, ...]` in the order of the recurrence; h divides heads."""
+        rows = jnp.swapaxes(x, 0, 1).astype(dtype)
+        rows = rows[::-1] if self.flips else rows
+        return rows if rows.shape[2] == heads else jnp.repeat(rows, heads // rows.shape[2], axis=2)
+
+    def from_tokens(self, x: Array, dtype: np.dtype) -> Array:
+        """`[C, B, H, ...]` as a chunk's rows `[B, C, H, ...]`."""
+        return jnp.swapaxes(x[::-1] if self.flips else x, 0, 1).astype(dtype)

@@ -182,15 +182,15 @@ def _gate(decay: Array | None) -> Any:
 
 def _steps(plan: Plan, layout: Layout, rows: Mapping[str, Array], state: Array) -> tuple[Array, Array]:
     """A chunk token by token: (state after it, output `[B, C, H, V]`). Two passes over the state for each token."""
-    mm, x = plan.matmul, _read(plan, layout, rows)
-    q, k = plan.query(x["query"]), plan.key(x["key"])  # [B, H, C, K]
+    mm, heads = plan.matmul, rows["value"].shape[2]
+    x = {name: layout.by_token(y, heads, plan.state) for name, y in rows.items()}  # [C, B, H, ...]
+    q, k = plan.query(x["query"]), plan.key(x["key"])
     # What needs no state is computed for the whole chunk: a step costs about as much as the operations that it starts.
-    read, by_row = jnp.stack([q, k], -2), {"key": k, "value": x["value"], "beta": x["beta"][..., None]}
+    read, by_token = jnp.stack([q, k], -2), {"key": k, "value": x["value"], "beta": x["beta"][..., None]}
     if "g" in x:
-        by_row["decay"] = jnp.exp(x["g"] if x["g"].ndim == 4 else x["g"][..., None])  # [B, H, C, 1 | K]
-        read = read * by_row["decay"][..., None, :]
-    by_row |= {"read": read, "own": mm.row_sums(q * k)}  # [B, H, C, 2, K], [B, H, C, 1]
-    by_token = {name: jnp.moveaxis(y, 2, 0) for name, y in by_row.items()}  # [C, B, H, ...]
+        by_token["decay"] = jnp.exp(x["g"] if x["g"].ndim == 4 else x["g"][..., None])  # [C, B, H, 1 | K]
+        read = read * by_token["decay"][..., None, :]
+    by_token |= {"read": read, "own": mm.row_sums(q * k)}  # [C, B, H, 2, K], [C, B, H, 1]
 
     def step(S: Array, row: dict[str, Array]) -> tuple[Array, Array]:
         seen = mm.nn(row["read"], S)  # [B, H, 2, V]: of the decayed state, by query and key
@@ -203,8 +203,7 @@ def _steps(plan: Plan, layout: Layout, rows: Mapping[str, Array], state: Array) 
         for t in range(layout.rows):
             state, output = step(state, {name: y[t] for name, y in by_token.items()})
             outputs.append(output)
-        output = jnp.stack(outputs, 2)
+        output = jnp.stack(outputs)
     else:
-        state, stacked = lax.scan(step, state, by_token)
-        output = jnp.moveaxis(stacked, 0, 2)  # [B, H, C, V]
-    return state, layout.write(output, output.shape[1], plan.output)
+        state, output = lax.scan(step, state, by_token)  # [C, B, H, V]
+    return state, layout.from_tokens(output, plan.output)
