@@ -99,11 +99,18 @@ class Layout:
         """Chunk i `[B, C, ...]` of what `split` gave."""
         return lax.dynamic_index_in_dim(x, i, 0 if self.table is not None else 1, keepdims=False)
 
+    def shape(self, chunk: tuple[int, ...]) -> tuple[Any, ...]:
+        """Of all chunks together, as `split` gives them, for the shape of one `[B, C, ...]`."""
+        return (self.chunks, *chunk) if self.table is not None else (chunk[0], self.chunks, *chunk[1:])
+
+    def placed(self, x: Array, chunk: Array, i: Array) -> Array:
+        """`x` with its chunk i replaced."""
+        return lax.dynamic_update_index_in_dim(x, chunk, i, 0 if self.table is not None else 1)
+
     def joined(self, x: Array) -> Array:
-        """`[chunks, B, C, ...]` as `[B, T, ...]`."""
+        """Rows by chunks, as `split` gives them, back to `[B, T, ...]`."""
         if self.table is not None:
             return jnp.take(x.reshape(-1, *x.shape[3:]), self.table.row_of, axis=0, mode="fill", fill_value=0)[None]
-        x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], self.chunks * self.rows, *x.shape[3:])[:, : self.tokens]
 
     def read(self, x: Array, heads: int, dtype: np.dtype) -> Array:
@@ -117,3 +124,13 @@ class Layout:
             x = jnp.sum(x.reshape(x.shape[0], heads, x.shape[1] // heads, *x.shape[2:]), 2)
         rows = jnp.swapaxes(x, 1, 2).astype(dtype)
         return rows[:, ::-1] if self.flips else rows
+
+    def by_token(self, x: Array, heads: int, dtype: np.dtype) -> Array:
+        """A chunk's rows `[B, C, h, ...]` as `[C, B, heads, ...]` in the order of the recurrence; h divides heads."""
+        rows = jnp.swapaxes(x, 0, 1).astype(dtype)
+        rows = rows[::-1] if self.flips else rows
+        return rows if rows.shape[2] == heads else jnp.repeat(rows, heads // rows.shape[2], axis=2)
+
+    def from_tokens(self, x: Array, dtype: np.dtype) -> Array:
+        """`[C, B, H, ...]` as a chunk's rows `[B, C, H, ...]`."""
+        return jnp.swapaxes(x[::-1] if self.flips else x, 0, 1).astype(dtype)

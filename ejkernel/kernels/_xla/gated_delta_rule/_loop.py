@@ -1,7 +1,7 @@
 """The loops over chunks: forward in the order of the recurrence, backward against it.
 
-The state is the loop's carry; rows are read where they lie and results are stacked. The forward pass keeps the state before
-each chunk when a gradient will be asked; the backward pass recomputes everything else from it.
+The state is the loop's carry; rows are read and written where they lie. The forward pass keeps the state before each chunk
+when a gradient will be asked; the backward pass recomputes everything else from it.
 """
 
 from __future__ import annotations
@@ -80,11 +80,12 @@ def forward(plan: Plan, arrays: Arrays, cu_seqlens: Array | None, keep_states: b
         if finals is not None:  # each chunk of a sequence writes; its last one stays
             assert place is not None
             finals = lax.dynamic_update_index_in_dim(finals, state, place.sequence, 0)
-        return (state, finals), (output, before if keep_states else None)
+        return (state, finals), ({"output": output}, before if keep_states else None)
 
     start = (initial, None) if cu_seqlens is None else (vary(jnp.zeros((B, H, K, V), plan.state), axes), initial)
-    (state, finals), (output, states) = _scan(plan, chunk, start, (_index(layout), layout.place), layout.flips)
-    found = layout.joined(output), state if finals is None else finals
+    xs = _index(layout), layout.place
+    (state, finals), written, states = _scan(plan, layout, chunk, start, xs, layout.flips)
+    found = written["output"], state if finals is None else finals
     return (*found, states) if keep_states else found
 
 
@@ -111,13 +112,12 @@ def backward(
         dstate, found = _products_backward(plan, layout, mine, state, dstate, layout.chunk(drows, i))
         if dinitials is not None:  # against the recurrence a sequence's first chunk comes last, and stays
             dinitials = lax.dynamic_update_index_in_dim(dinitials, dstate, place.sequence, 0)
-        return (dstate, dinitials), {name: found[name] for name in wanted if name in found}
+        return (dstate, dinitials), ({name: found[name] for name in wanted if name in found}, None)
 
     # An empty sequence hands its final state's cotangent to its initial state.
     start = (dfinal, None) if cu_seqlens is None else (vary(jnp.zeros_like(states[0]), axes), dfinal)
     xs, drows = (_index(layout), states, layout.place), layout.split(doutput)
-    (dstate, dinitials), found = _scan(plan, chunk, start, xs, not layout.flips)
-    grads = {name: layout.joined(grad) for name, grad in found.items()}
+    (dstate, dinitials), grads, _ = _scan(plan, layout, chunk, start, xs, not layout.flips)
     if "initial_state" in wanted:
         grads["initial_state"] = dstate if dinitials is None else dinitials
     return grads
@@ -127,21 +127,35 @@ def _index(layout: Layout) -> Array:
     return jnp.arange(layout.chunks, dtype=jnp.int32)
 
 
-def _scan(plan: Plan, chunk: Callable, start: Any, xs: tuple, reverse: bool) -> Any:
-    """`lax.scan`, whose chunks that no packed sequence uses change nothing. A single chunk, as in decoding, needs no loop."""
-    if jax.tree.leaves(xs)[0].shape[0] == 1:
-        carry, y = chunk(start, jax.tree.map(lambda x: x[0], xs))
-        return carry, jax.tree.map(lambda x: x[None], y)
-    if xs[-1] is None or not plan.on_cpu:
-        return lax.scan(chunk, start, xs, reverse=reverse)
+def _scan(
+    plan: Plan, layout: Layout, chunk: Callable, start: Any, xs: tuple, reverse: bool
+) -> tuple[Any, dict[str, Array], Any]:
+    """(last carry, rows `[B, T, ...]` by name, what is kept of each chunk) of `chunk(carry, x) -> (carry, (rows, kept))`.
+
+    Chunks that no packed sequence uses change nothing. A single chunk, as in decoding, needs no loop.
+    """
+    once = lambda: chunk(start, jax.tree.map(lambda x: x[0], xs))
+    if layout.chunks == 1:
+        carry, (rows, kept) = once()
+        return carry, {name: layout.joined(x[:, None]) for name, x in rows.items()}, jax.tree.map(lambda x: x[None], kept)
+    shapes, axes = jax.eval_shape(once)[1], varying_axes(*jax.tree.leaves(start))
+    nothing = lambda shape, dtype: vary(jnp.zeros(shape, dtype), axes)
 
     def if_used(carry: Any, x: tuple) -> Any:
-        shapes = jax.eval_shape(chunk, carry, x)[1]
-        axes = varying_axes(*jax.tree.leaves(carry))
-        nothing = lambda: (carry, jax.tree.map(lambda s: vary(jnp.zeros(s.shape, s.dtype), axes), shapes))
-        return lax.cond(x[-1].used, lambda: chunk(carry, x), nothing)
+        unchanged = lambda: (carry, jax.tree.map(lambda y: nothing(y.shape, y.dtype), shapes))
+        return lax.cond(x[-1].used, lambda: chunk(carry, x), unchanged)
 
-    return lax.scan(if_used, start, xs, reverse=reverse)
+    run = if_used if layout.table is not None and plan.on_cpu else chunk
+
+    # Written where they lie at once: stacked by chunks first they would take as much memory again, and a copy.
+    def written(carry: Any, x: tuple) -> Any:
+        carry, whole = carry
+        carry, (rows, kept) = run(carry, x)
+        return (carry, {name: layout.placed(whole[name], rows[name], x[0]) for name in whole}), kept
+
+    whole = {name: nothing(layout.shape(x.shape), x.dtype) for name, x in shapes[0].items()}
+    (carry, whole), kept = lax.scan(written, (start, whole), xs, reverse=reverse)
+    return carry, {name: layout.joined(x) for name, x in whole.items()}, kept
 
 
 def _read(plan: Plan, layout: Layout, rows: Mapping[str, Array]) -> dict[str, Array]:
@@ -182,15 +196,15 @@ def _gate(decay: Array | None) -> Any:
 
 def _steps(plan: Plan, layout: Layout, rows: Mapping[str, Array], state: Array) -> tuple[Array, Array]:
     """A chunk token by token: (state after it, output `[B, C, H, V]`). Two passes over the state for each token."""
-    mm, x = plan.matmul, _read(plan, layout, rows)
-    q, k = plan.query(x["query"]), plan.key(x["key"])  # [B, H, C, K]
+    mm, heads = plan.matmul, rows["value"].shape[2]
+    x = {name: layout.by_token(y, heads, plan.state) for name, y in rows.items()}  # [C, B, H, ...]
+    q, k = plan.query(x["query"]), plan.key(x["key"])
     # What needs no state is computed for the whole chunk: a step costs about as much as the operations that it starts.
-    read, by_row = jnp.stack([q, k], -2), {"key": k, "value": x["value"], "beta": x["beta"][..., None]}
+    read, by_token = jnp.stack([q, k], -2), {"key": k, "value": x["value"], "beta": x["beta"][..., None]}
     if "g" in x:
-        by_row["decay"] = jnp.exp(x["g"] if x["g"].ndim == 4 else x["g"][..., None])  # [B, H, C, 1 | K]
-        read = read * by_row["decay"][..., None, :]
-    by_row |= {"read": read, "own": mm.row_sums(q * k)}  # [B, H, C, 2, K], [B, H, C, 1]
-    by_token = {name: jnp.moveaxis(y, 2, 0) for name, y in by_row.items()}  # [C, B, H, ...]
+        by_token["decay"] = jnp.exp(x["g"] if x["g"].ndim == 4 else x["g"][..., None])  # [C, B, H, 1 | K]
+        read = read * by_token["decay"][..., None, :]
+    by_token |= {"read": read, "own": mm.row_sums(q * k)}  # [C, B, H, 2, K], [C, B, H, 1]
 
     def step(S: Array, row: dict[str, Array]) -> tuple[Array, Array]:
         seen = mm.nn(row["read"], S)  # [B, H, 2, V]: of the decayed state, by query and key
@@ -203,8 +217,7 @@ def _steps(plan: Plan, layout: Layout, rows: Mapping[str, Array], state: Array) 
         for t in range(layout.rows):
             state, output = step(state, {name: y[t] for name, y in by_token.items()})
             outputs.append(output)
-        output = jnp.stack(outputs, 2)
+        output = jnp.stack(outputs)
     else:
-        state, stacked = lax.scan(step, state, by_token)
-        output = jnp.moveaxis(stacked, 0, 2)  # [B, H, C, V]
-    return state, layout.write(output, output.shape[1], plan.output)
+        state, output = lax.scan(step, state, by_token)  # [C, B, H, V]
+    return state, layout.from_tokens(output, plan.output)
