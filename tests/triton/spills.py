@@ -22,6 +22,10 @@ class Spill(NamedTuple):
 
 _AMPERE = "compiled for Ampere, not tuned: nobody has measured there"
 _EXACT = "float32 products are three tf32 ones, for accuracy; not tuned, not measured"
+_WARPGROUPS = (
+    "at lengths that 64 does not divide; 0.073 ms on r1, where Triton 3.6 spills nothing; 56, 144 and 152 registers spill 32 "
+    "bytes, not measured"
+)
 _BACKWARD = "64-wide tiles 0.240 ms on r1; in an older form 0.43, 128 wide 0.51 to 0.95, 8 warps 0.57 to 0.70, 32 rows 0.75"
 _AXIS = (
     "strongly gated chunks; 128 registers, two programs a multiprocessor: 0.565 ms on r1 (even lengths, 88 bytes); "
@@ -62,6 +66,8 @@ _OPTIONS = "every option at once, with the tiles of the plain call: not measured
 _WIDE = "256 channels of softmax attention: not tuned, not measured"
 
 SPILLS = [
+    Spill(90, "none", "head_gate_scan_by_warpgroups", 56, _WARPGROUPS),
+    Spill(90, "g", "head_gate_scan_by_warpgroups", 72, _WARPGROUPS),
     Spill(90, "g", "head_gate_backward", 144, _BACKWARD),
     Spill(90, "g_gamma", "head_gate_backward", 72, "168 registers 0.203 ms on r3 (8 bytes, Triton 3.6), unlimited 0.229"),
     Spill(90, "g wide", "head_gate_backward", 240, _BACKWARD + "; K = 512 not measured"),

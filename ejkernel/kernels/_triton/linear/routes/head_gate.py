@@ -265,7 +265,7 @@ def _scan(
         return triton_call(
             arguments=arguments, out_shape=out, kernel=head_gate_warpgroups.head_gate_scan_by_warpgroups,
             grid=(segments.count * H,), H=H, C=plan.C, SIGN=plan.sign, EVEN=chunks.even,
-            STAGES=RING // (plan.C * (2 * K + V) * 2), SCORES=2, COPY_REGISTERS=56, SCORE_REGISTERS=144, VALUE_REGISTERS=152,
+            STAGES=RING // (plan.C * (2 * K + V) * 2), SCORES=2, COPY_REGISTERS=40, SCORE_REGISTERS=144, VALUE_REGISTERS=160,
             **constants,
         )  # fmt: skip
     BK, BV = tile(K, 512), _value_tile(call, K, V)
