@@ -25,47 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ejkernel.kernels._triton.linear.kernels.head_decays import constant_decay
 from ejkernel.kernels._triton.linear.kernels.segments import chunk_in_turn, ends_sequence, rows_of_segment, scanned_segment
 from ejkernel.kernels._triton.linear.kernels.tiles import program_at
-
-# Triton 3.6 has the older names.
-copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-warpgroup_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-LOG2_E = gl.constexpr(1.4426950408889634)
-WARPS = gl.constexpr(4)  # of every warpgroup
-TILE = gl.constexpr(64)  # value channels of a warpgroup
-
-
-@gluon.jit
-def _exp_of_log(x):
-    base_2 = x * LOG2_E
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [base_2], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _next(slot, phase, SLOTS: gl.constexpr):
-    """The slot after this one, and the parity of the phase that its barriers are then in."""
-    slot += 1
-    if slot == SLOTS:
-        slot = 0
-        phase ^= 1
-    return slot, phase
-
-
-@gluon.jit
-def _copy_rows(
-    x, slot, token, rows, head, col, HEADS: gl.constexpr, D: gl.constexpr, C: gl.constexpr, BD: gl.constexpr,
-    SIGN: gl.constexpr, EVEN: gl.constexpr,
-):  # fmt: skip
-    """Starts to copy columns from `col` on of a chunk's rows of x [tokens, HEADS, D] to slot [C, BD]; rows outside are 0."""
-    LANES: gl.constexpr = BD // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    r = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
-    c = gl.arange(0, BD, gl.SliceLayout(0, layout))[None, :]
-    at = x + (token * HEADS + head) * D + col + ((SIGN * HEADS * D) * r + c)
-    if EVEN:
-        copy_async(slot, at)
-    else:
-        copy_async(slot, at, mask=(r < rows) & (c < D))
+from ejkernel.kernels._triton.linear.kernels.warpgroups import (
+    TILE,
+    WARPS,
+    copy_async,
+    copy_rows,
+    exp_of_log,
+    next_slot,
+    warpgroup_barrier,
+)
 
 
 @gluon.jit
@@ -83,16 +51,16 @@ def copy_chunks(
     for n in range(count):
         s, token, rows = chunk_in_turn(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
         mbarrier.wait(empty.index(slot), phase)
-        _copy_rows(q, q_ring.index(slot), token, rows, head // (H // HQ), 0, HQ, K, C, K, SIGN, EVEN)
-        _copy_rows(k, k_ring.index(slot), token, rows, head // (H // HK), 0, HK, K, C, K, SIGN, EVEN)
+        copy_rows(q, q_ring.index(slot), token, rows, head // (H // HQ), 0, HQ, K, C, K, SIGN, EVEN)
+        copy_rows(k, k_ring.index(slot), token, rows, head // (H // HK), 0, HK, K, C, K, SIGN, EVEN)
         for i in gl.static_range(TV):
             part = v_ring.index(slot * TV + i)
-            _copy_rows(v, part, token, rows, head // (H // HV), i * TILE, HV, V, C, TILE, SIGN, EVEN)
+            copy_rows(v, part, token, rows, head // (H // HV), i * TILE, HV, V, C, TILE, SIGN, EVEN)
         if gs is not None:
             r = gl.arange(0, C, gl.BlockedLayout([1], [32], [WARPS], [0]))
             copy_async(log_ring.index(slot), gs + (s.to(gl.int64) * H + head) * C + r)
         async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
-        slot, phase = _next(slot, phase, STAGES)
+        slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -107,7 +75,7 @@ def _decays(logs, constant, rows, PREFIX: gl.constexpr, RUNNING: gl.constexpr, C
         log = gl.minimum(r + 1, rows) * constant
     else:
         log = gl.maximum(rows - 1 - r, 0) * constant
-    return _exp_of_log(log)
+    return exp_of_log(log)
 
 
 @gluon.jit
@@ -128,7 +96,7 @@ def _decay_matrix(
             between = (r - c) * constant
         if ADJOINT:
             between = -between
-        return gl.where(seen, _exp_of_log(between), 0.0)
+        return gl.where(seen, exp_of_log(between), 0.0)
     else:
         return gl.where(seen, 1.0, 0.0)
 
@@ -178,8 +146,8 @@ def make_scores(
         warpgroup_barrier()
         mbarrier.arrive(ready.index(place), count=1)
         mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = _next(slot, phase, STAGES)
-        place, turn = _next(place, turn, SCORES)
+        slot, phase = next_slot(slot, phase, STAGES)
+        place, turn = next_slot(place, turn, SCORES)
 
 
 @gluon.jit
@@ -246,7 +214,7 @@ def scan_values(
         if GATED:
             seen = _decays(logs, constant, rows, not ADJOINT, RUNNING, C, gl.SliceLayout(1, layout))
             if RUNNING:
-                kept = _exp_of_log(logs.slice(C - 1, 1).load(gl.SliceLayout(1, layout)))[:, None]
+                kept = exp_of_log(logs.slice(C - 1, 1).load(gl.SliceLayout(1, layout)))[:, None]
             else:
                 kept = gl.exp(rows * constant)
             S *= kept
@@ -273,8 +241,8 @@ def scan_values(
             gl.store(at, out)
         else:
             gl.store(at, out, mask=(r < rows) & (j < V))
-        slot, phase = _next(slot, phase, STAGES)
-        place, turn = _next(place, turn, SCORES)
+        slot, phase = next_slot(slot, phase, STAGES)
+        place, turn = next_slot(place, turn, SCORES)
     if final is not None:
         if ends_sequence(segment, ADJOINT):
             i = gl.arange(0, K, gl.SliceLayout(1, layout))[:, None]

@@ -1,0 +1,48 @@
+"""What kernels for Hopper, written in Gluon, share: warpgroups that hand chunks on through rings of slots in shared memory."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+# Triton 3.6 has the older names.
+copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+warpgroup_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+WARPS = gl.constexpr(4)  # of every warpgroup
+TILE = gl.constexpr(64)  # value channels of a warpgroup
+
+
+@gluon.jit
+def exp_of_log(x):
+    base_2 = x * LOG2_E
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [base_2], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def next_slot(slot, phase, SLOTS: gl.constexpr):
+    """The slot after this one, and the parity of the phase that its barriers are then in."""
+    slot += 1
+    if slot == SLOTS:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
+def copy_rows(
+    x, slot, token, rows, head, col, HEADS: gl.constexpr, D: gl.constexpr, C: gl.constexpr, BD: gl.constexpr,
+    SIGN: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    """Starts to copy columns from `col` on of a chunk's rows of x [tokens, HEADS, D] to slot [C, BD]; rows outside are 0."""
+    LANES: gl.constexpr = BD // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    r = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
+    c = gl.arange(0, BD, gl.SliceLayout(0, layout))[None, :]
+    at = x + (token * HEADS + head) * D + col + ((SIGN * HEADS * D) * r + c)
+    if EVEN:
+        copy_async(slot, at)
+    else:
+        copy_async(slot, at, mask=(r < rows) & (c < D))
