@@ -33,7 +33,6 @@ from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton import attention, gated_delta_rule, recurrent
 from ejkernel.kernels._triton.causal_conv1d._solve import activated
-from ejkernel.kernels._triton.linear.kernels.head_gate_warpgroups import head_gate_scan_by_warpgroups
 from ejkernel.kernels._triton.linear.kernels.rows_scan import scan_rows_wide
 from ejkernel.kernels._triton.linear.routes.scans import WIDE_SHARED
 from ejkernel.testing.attention_cases import AttentionCase
@@ -88,11 +87,15 @@ class DeltaRun:
 
 
 _DELTA: dict[str, Any] = {"initial_state": True, "key_channels": 40, "value_channels": 24, "dtype": "bfloat16"}
+_TILES_DELTA: dict[str, Any] = {**_DELTA, "time": 300, "key_channels": 64, "value_channels": 128}
+_PACKED_TILES: dict[str, Any] = {**_TILES_DELTA, "lengths": (5, 0, 65, 60)}
 _PACKED_DELTA: dict[str, Any] = {**_DELTA, "lengths": (5, 0, 65, 60)}
 CASES += [
     DeltaRun(DeltaCase("head", batch=1, gate="head", **_DELTA)),
     DeltaRun(DeltaCase("head in segments", batch=1, time=300, gate="head", **_DELTA), GatedDeltaRuleConfig("chunked", 16)),
     DeltaRun(DeltaCase("ungated packed", **_PACKED_DELTA)),
+    DeltaRun(DeltaCase("head whole tiles", batch=1, gate="head", **_TILES_DELTA)),
+    DeltaRun(DeltaCase("channel whole tiles packed", gate="channel", reverse=True, **_PACKED_TILES)),
     DeltaRun(DeltaCase("channel packed", gate="channel", gate_kind="resets", reverse=True, **_PACKED_DELTA)),
     DeltaRun(DeltaCase("channel float32", batch=1, gate="channel", **{**_DELTA, "dtype": "float32"}), _SHORT),
     DeltaRun(DeltaCase("channel packed", gate="channel", **_PACKED_DELTA), GatedDeltaRuleConfig("recurrent", 64)),
@@ -237,7 +240,7 @@ def _programs(target: int) -> list[tuple[str, bytes, list[np.ndarray]]]:
         programs.append((str(case), bytes(program.serialize()), [np.asarray(x) for x in leaves]))
         print(f"{case}: {time.monotonic() - begin:.1f} s", flush=True)
     elsewhere = set() if shared_memory_of(target) >= WIDE_SHARED else {name_of(scan_rows_wide)}
-    elsewhere |= set() if target == 90 else {name_of(head_gate_scan_by_warpgroups)}
+    elsewhere |= set() if target == 90 else {name for name in kernels() if name.endswith("_by_warpgroups")}
     if missing := kernels() - seen - elsewhere:
         raise SystemExit(f"no case runs {', '.join(sorted(missing))}")
     print(f"{len(CASES)} cases, {len(seen)} kernels")

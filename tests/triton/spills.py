@@ -54,6 +54,9 @@ _DELTA_GATED = (
 )
 _ROWS_SPLIT = "strongly gated chunks; 0.74 ms on r1 for both axes, 128 channels a turn 0.88"
 _KEY_VALUE_SCAN = "0.28 ms on r1 (432 bytes, Triton 3.6); 0.27 without the loop for strongly gated chunks, which spills"
+_DELTA_KEPT = "0.155 ms on r1 of the delta rule with states and scores kept (76 bytes where rows are full), `delta_scan` 0.188"
+_DELTA_ROWS = "0.098 ms on r1, forward alone (nothing spilled where rows are full), `delta_scan` 0.132; else not timed"
+_DELTA_BACK = "0.148 ms on r1 of the delta rule (20 bytes where rows are full), `delta_adjoint_scan` 0.170"
 _DELTA = "0.72 ms on r1 of the delta rule for forward and gradient; no other tiles were faster"
 _DELTA_WIDE = "256 channels of the delta rule: not tuned, not measured"
 _DELTA_AHEAD = "by Triton 3.9 alone: 3.6, which was measured, spills nothing here"
@@ -121,7 +124,8 @@ SPILLS = [
     Spill(80, "gk gv", "gated_axis", 192, _AMPERE),
     Spill(80, "all float32", "state_scan", 128, _EXACT),
     Spill(80, "all float32", "general_gated_axis", 1536, _EXACT),
-    Spill(90, "delta head", "delta_scan", 248, _DELTA),
+    Spill(90, "delta head", "delta_scan_by_warpgroups", 336, _DELTA_KEPT),
+    Spill(90, "delta head", "delta_adjoint_scan_by_warpgroups", 160, _DELTA_BACK),
     Spill(90, "delta head", "delta_head_gradients", 64, _DELTA),
     Spill(90, "delta none wide", "delta_scan", 304, _DELTA_WIDE),
     Spill(90, "delta none wide", "delta_adjoint_scan", 384, _DELTA_WIDE),
@@ -194,7 +198,8 @@ SPILLS = [
     Spill(80, "attention float32", "flash_forward", 232, _EXACT),
     Spill(80, "attention float32", "flash_key_gradient", 448, _EXACT),
     Spill(80, "attention float32", "flash_bias_gradient", 624, _EXACT),
-    Spill(90, "delta channel", "delta_scan", 96, _DELTA_AHEAD),
+    Spill(90, "delta channel", "delta_scan_by_warpgroups", 240, _DELTA_ROWS),
+    Spill(90, "delta channel", "delta_adjoint_scan_by_warpgroups", 144, _DELTA_ROWS),
     Spill(90, "delta channel float32", "delta_segment_ends", 336, _EXACT),
     Spill(90, "delta channel wide", "delta_segment_starts", 680, _DELTA_WIDE),
     Spill(90, "delta head", "delta_correction", 88, _DELTA_AHEAD),

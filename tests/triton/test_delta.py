@@ -46,6 +46,23 @@ WIDE = [
     if gate or kind == "mild"
 ]  # fmt: skip
 
+_WHOLE_TILES = list(itertools.product((None, "head", "channel"), itertools.product((64, 128), repeat=2)))
+HOPPER = [  # by the scans of warpgroups there, by the portable ones elsewhere
+    *(
+        DeltaCase(
+            f"{gate}-{K}x{V}-even", time=512, key_heads=1, key_channels=K, value_channels=V, gate=gate, dtype="bfloat16",
+        )
+        for gate, (K, V) in _WHOLE_TILES
+    ),
+    *(
+        DeltaCase(
+            f"{gate}-{K}x{V}-packed", lengths=(130, 0, 1, 300, 64), heads=4, key_channels=K, value_channels=V, gate=gate,
+            gate_kind="strong", initial_state=True, reverse=K != V, dtype="bfloat16",
+        )
+        for gate, (K, V) in _WHOLE_TILES
+    ),
+]  # fmt: skip
+
 
 @functools.cache
 def expected(case):
@@ -66,7 +83,7 @@ LONG = (
 
 def _cases():
     shared = [case for case in CASES if case.dtype != "float64"]
-    return [*shared, *WIDE] if ON_GPU else [_interpreted(case) for case in shared if case.name in INTERPRETED]
+    return [*shared, *WIDE, *HOPPER] if ON_GPU else [_interpreted(case) for case in shared if case.name in INTERPRETED]
 
 
 def _interpreted(case):
@@ -139,9 +156,21 @@ SPLIT = [
     DeltaCase("split-bfloat16-channel", time=200, gate="channel", initial_state=True, dtype="bfloat16"),
     DeltaCase("split-bfloat16-head", time=200, gate="head", gate_kind="resets", key_channels=72, dtype="bfloat16"),
 ]
+SPLIT_ON_HOPPER = [
+    DeltaCase(
+        f"split-{gate}-{K}x{V}", time=400, key_heads=1, key_channels=K, value_channels=V, gate=gate, initial_state=True,
+        reverse=K == V, dtype="bfloat16",
+    )
+    for gate, (K, V) in _WHOLE_TILES
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [SPLIT[0], *(pytest.param(case, marks=pytest.mark.long) for case in SPLIT[1:])], ids=str)
+def _split_cases():
+    some = [SPLIT[0], *(pytest.param(case, marks=pytest.mark.long) for case in SPLIT[1:])]
+    return [*some, *SPLIT_ON_HOPPER] if ON_GPU else some
+
+
+@pytest.mark.parametrize("case", _split_cases(), ids=str)
 def test_sequences_in_segments(case, monkeypatch):
     """As a call with too few sequences and heads to fill a device is computed."""
 

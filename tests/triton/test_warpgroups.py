@@ -1,17 +1,23 @@
-"""`head_gate_scan_by_warpgroups`: which calls take it, and what it is compiled to. Its values: test_gpu.py, since Triton's
-interpreter knows no Gluon."""
+"""The scans by warpgroups: which calls take them, and what they are compiled to. Their values: test_gpu.py and test_delta.py on
+a GPU, since Triton's interpreter knows no Gluon."""
 
+import functools
 import json
 
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
+from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
+from ejkernel.kernels._triton.gated_delta_rule.routes import route_of as route_of_delta
 from ejkernel.kernels._triton.linear._launches import arrays_of, launches
 from ejkernel.kernels._triton.linear._plan import Plan
 from ejkernel.kernels._triton.linear.routes import route_of
 from tests.triton.processes import outside
+from tests.triton.test_delta import TRITON
+from tests.triton.test_delta import problem as delta_problem
 from tests.triton.test_routes import problem
 
 CHANNELS = [(64, 64), (64, 128), (128, 64), (128, 128)]
@@ -42,6 +48,34 @@ def test_all_others_by_the_portable_kernel():
         assert scans(("g",), 128, 128, cfg) == portable
 
 
+def delta_scans(gate, K, V, cfg=None, **of_problem) -> set[str]:
+    """The scans with outputs that a call of the delta rule launches, forward and backward."""
+    call = delta_problem(gate, K, V, 2000, **of_problem)
+    found = launches(route_of_delta(delta_plan(call, cfg or TRITON.heuristic(call))), arrays_of(call), call.cu_seqlens)
+    return {launch.name for launch in (*found.forward, *found.backward) if "_scan" in launch.name}
+
+
+@pytest.mark.parametrize("gate", [None, "head", "channel"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_every_delta_scan_of_whole_tiles_on_hopper(gate, packed):
+    wanted = {"delta_scan_by_warpgroups", "delta_adjoint_scan_by_warpgroups"}
+    for K, V in CHANNELS:
+        assert delta_scans(gate, K, V, packed=packed) == wanted
+
+
+def test_all_other_delta_scans_by_the_portable_kernels():
+    portable = {"delta_scan", "delta_adjoint_scan"}
+    assert delta_scans("head", 100, 64) == portable
+    assert delta_scans("head", 128, 256) == portable
+    assert delta_scans("head", 64, 64, dtype="float16") == portable
+    assert delta_scans("channel", 64, 64, dtype="float32") == portable
+    for capability in (80, 89, 100, 120):
+        assert delta_scans("head", 128, 128, capability=capability) == portable
+    of_head = functools.partial(GatedDeltaRuleConfig, "chunked")
+    for cfg in (of_head(32), of_head(64, block_d=32), of_head(64, num_warps=8), of_head(64, num_stages=2)):
+        assert delta_scans("head", 128, 128, cfg) == portable
+
+
 @pytest.mark.long
 def test_compiled_for_hopper():
     """Within its shared memory, with all warpgroups, and products that are waited for only where the kernel says so."""
@@ -49,5 +83,6 @@ def test_compiled_for_hopper():
     assert all(found.values())
     for call, launches_of_call in found.items():
         for launch in launches_of_call:
-            assert launch["warps"] == 4 * (2 + launch["values"] // 64), call
+            others = 1 if launch["kernel"].startswith("delta") else 2  # warpgroups that copy and make scores
+            assert launch["warps"] == 4 * (others + launch["values"] // 64), call
             assert not launch["serialized"], call

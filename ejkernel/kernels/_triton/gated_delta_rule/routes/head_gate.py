@@ -8,7 +8,14 @@ import numpy as np
 
 from ejkernel.callib import triton_call
 from ejkernel.kernels._triton.gated_delta_rule.kernels import head_gradients
-from ejkernel.kernels._triton.gated_delta_rule.routes.launches import Rows, ScannedBack, head_gate_rows, scan, scan_back
+from ejkernel.kernels._triton.gated_delta_rule.routes.launches import (
+    Rows,
+    ScannedBack,
+    by_warpgroups,
+    head_gate_rows,
+    scan,
+    scan_back,
+)
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._plan import Plan, tile
@@ -32,9 +39,9 @@ class DeltaHeadGate(Route):
         return cls(plan) if plan.per_head else None
 
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
-        correction, rows = head_gate_rows(call)
+        correction, rows = head_gate_rows(call, with_scores=not by_warpgroups(call.plan))
         found = scan(call, rows, correction, keep)
-        saved = {**found.kept(correction), "scores": rows.scores, **call.kept_log_decays} if keep else {}
+        saved = {**found.kept(correction), "scores": found.scores, **call.kept_log_decays} if keep else {}
         return found.output, found.final, saved
 
     def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:

@@ -15,7 +15,13 @@ from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.routes.route import Saved
 
+try:
+    from ejkernel.kernels._triton.gated_delta_rule.kernels import scans_by_warpgroups
+except (ImportError, AttributeError):  # a Triton whose Gluon has other names
+    scans_by_warpgroups = None  # type: ignore[assignment]
+
 ROOMY = 200 << 10  # bytes of shared memory: an H100 has more, an A100 less
+RING = 220 << 10  # of it, on Hopper, for chunks that are copied ahead and for results on their way out
 
 
 class Rows(NamedTuple):
@@ -103,6 +109,25 @@ def _scan(call: Call, rows: Rows, segments: Segments, BV: int, adjoint: bool) ->
     }  # fmt: skip
 
 
+def by_warpgroups(plan: Plan) -> bool:
+    """Whether the scans are those of `scans_by_warpgroups`: on Hopper, where no configuration names other tiles."""
+    covered = plan.warpgroups and plan.bfloat16 and plan.C == 64 and {plan.K, plan.V} <= {64, 128}
+    return covered and not plan.named_scan_tiles and scans_by_warpgroups is not None
+
+
+def _scan_by_warpgroups(call: Call, rows: Rows, segments: Segments, keep: bool, adjoint: bool) -> dict[str, Any]:
+    """What the scans of `scans_by_warpgroups` are launched with. Two chunks in flight are enough where much is written."""
+    C, (_, _, H, K, V) = call.plan.C, call.dims
+    key_rows, value_rows = (2 if rows.key_after is None else 3), (2 if adjoint else 1)
+    chunk = 2 * C * (key_rows * K + value_rows * V + 2 * C) + 4 * (3 * C + K)  # bytes
+    makes_scores, both = rows.scores is None, V > 64  # warpgroups of values
+    return {
+        "grid": (segments.count * H,), "H": H, "HK": heads(call.arrays["key"]), "K": K, "V": V, "C": C, "SIGN": call.plan.sign,
+        "EVEN": call.chunks.even, "STAGES": min(2 if keep and both else 4, (RING - 2 * C * V) // chunk),
+        "COPY_REGISTERS": (72 if both else 104) if makes_scores else 40, "VALUE_REGISTERS": 216 if makes_scores else 232,
+    }  # fmt: skip
+
+
 def _arguments(call: Call, rows: Rows, correction: Correction, segments: Segments) -> dict[str, Any]:
     return {
         **rows.as_arguments(), "betas": correction.betas, "gs": call.head_gates["gs"], "Z": correction.Z,
@@ -171,6 +196,7 @@ class Scanned(NamedTuple):
     states: Array | None  # [chunks, H, K, V], if kept
     errors: Array | None  # [B, T, H, V], if kept
     transitions: Array | None  # [segments, H, K, K], where sequences may have several segments
+    scores: Array | None  # of queries with keys, where the scan has made and kept them
 
     def kept(self, correction: Correction) -> Saved:
         """What `scan_back` and the gradients of chunks read."""
@@ -190,14 +216,26 @@ def scan(call: Call, rows: Rows, correction: Correction, keep: bool) -> Scanned:
         "states": shape((call.chunks.count, H, K, V), plan.operand) if keep else None,
         "errors": shape((B, T, H, V), plan.operand) if keep else None,
     }  # fmt: skip
-    BV = value_tile(plan, 64 if rows.key_after is None else 128)
-    found = triton_call(
-        arguments={
-            **_arguments(call, rows, correction, segments), "begin": begin, "starts": starts, "v": call.arrays["value"],
-        },
-        out_shape=out, kernel=scans.delta_scan, **_scan(call, rows, segments, BV, adjoint=False),
-    )  # fmt: skip
-    return Scanned(found["o"], found["final"], found.get("states"), found.get("errors"), transitions)
+    arguments = {
+        **_arguments(call, rows, correction, segments), "begin": begin, "starts": starts, "v": call.arrays["value"],
+    }  # fmt: skip
+    options: dict[str, Any]
+    if by_warpgroups(plan):
+        del arguments["M"]
+        # Of 128 value channels the adjoint scan would wait for scores that it makes itself: 0.174 ms for 0.140 (r1, H200).
+        kept = shape((call.chunks.count, H, plan.C, plan.C), plan.operand) if keep and rows.scores is None and V > 64 else None
+        out["scores"] = kept
+        options = {
+            "kernel": scans_by_warpgroups.delta_scan_by_warpgroups,
+            **_scan_by_warpgroups(call, rows, segments, keep, adjoint=False),
+        }
+    else:
+        BV = value_tile(plan, 64 if rows.key_after is None else 128)
+        options = {"kernel": scans.delta_scan, **_scan(call, rows, segments, BV, adjoint=False)}
+    found = triton_call(arguments=arguments, out_shape=out, **options)
+    return Scanned(
+        found["o"], found["final"], found.get("states"), found.get("errors"), transitions, found.get("scores", rows.scores)
+    )
 
 
 class ScannedBack(NamedTuple):
@@ -212,10 +250,19 @@ class ScannedBack(NamedTuple):
 def scan_back(call: Call, rows: Rows, saved: Saved, do: Array, dfinal: Array | None) -> ScannedBack:
     """Gradients of value, beta and the initial state, and what those of query, key and gate start from."""
     plan, (B, T, H, K, V), segments = call.plan, call.dims, _segments(call)
-    BV = value_tile(plan, 128)
-    tiles = cdiv(V, BV)
     arguments = {**_arguments(call, rows, saved["correction"], segments), "do": do}
-    options = {"kernel": scans.delta_adjoint_scan, **_scan(call, rows, segments, BV, adjoint=True)}
+    options: dict[str, Any]
+    if by_warpgroups(plan):
+        del arguments["M"]
+        tiles = 1
+        options = {
+            "kernel": scans_by_warpgroups.delta_adjoint_scan_by_warpgroups,
+            **_scan_by_warpgroups(call, rows, segments, keep=True, adjoint=True),
+        }
+    else:
+        BV = value_tile(plan, 128)
+        tiles = cdiv(V, BV)
+        options = {"kernel": scans.delta_adjoint_scan, **_scan(call, rows, segments, BV, adjoint=True)}
     ends = None
     if _split(call, segments):
         nothing = dict.fromkeys(("dv", "dbeta", "states"))
