@@ -86,3 +86,4 @@ def test_compiled_for_hopper():
             others = 1 if launch["kernel"].startswith("delta") else 2  # warpgroups that copy and make scores
             assert launch["warps"] == 4 * (others + launch["values"] // 64), call
             assert not launch["serialized"], call
+            assert not launch["overwritten"], call

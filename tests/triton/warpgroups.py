@@ -4,8 +4,15 @@ Run in a process of its own, where kernels are compiled.
 """
 
 import json
+import pathlib
+import re
+import subprocess
 import sys
+import tempfile
 
+import triton
+
+from ejkernel.callib import Launch
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
 from ejkernel.kernels._triton.gated_delta_rule.routes import route_of as route_of_delta
@@ -31,6 +38,27 @@ DELTA_CALLS = {  # gate, K, V, tokens, packed
 }
 
 
+def overwritten(launch: Launch) -> bool:
+    """Whether a register is written while a product still reads its left operand from it: seen of waits that do not name it."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = pathlib.Path(folder) / "kernel.cubin"
+        code.write_bytes(launch.compile(90).asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(code)]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    groups: list[set[int]] = [set()]  # of products under way: registers that they read; the last is not closed yet
+    for line in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", listing, re.MULTILINE):
+        if product := re.match(r"HGMMA\S*\s+\w+,\s*(?:R(\d+)|gdesc)", line):
+            groups[-1] |= set() if product[1] is None else {int(product[1]) + i for i in range(4)}
+            groups += [set()] if "gsb0" in line else []
+        elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)", line):
+            groups = groups[len(groups) - 1 - min(int(wait[1], 16), len(groups) - 1) :]
+        elif (wrote := re.match(r"(\S+)\s+(?:U?P\w+,\s*)*R(\d+)\b", line)) and not re.match(r"ST|SYNCS|LDGSTS|R2UR", wrote[1]):
+            width = 4 if re.search(r"128|M88\.4", wrote[1]) else 2 if re.search(r"64|WIDE", wrote[1]) else 1
+            if set().union(*groups) & set(range(int(wrote[2]), int(wrote[2]) + width)):
+                return True
+    return False
+
+
 def launches_of(name: str) -> Launches:
     if name in DELTA_CALLS:
         gate, K, V, tokens, packed = DELTA_CALLS[name]
@@ -51,6 +79,7 @@ def main(names: list[str]) -> None:
                 "values": launch.constants["V"],
                 "warps": launch.compile(90).metadata.num_warps,
                 "serialized": serialized(launch),
+                "overwritten": overwritten(launch),
             }
             for launch in (*seen.forward, *seen.backward)
             if launch.name.endswith("_by_warpgroups")
