@@ -126,8 +126,8 @@ def test_decoding_splits_the_keys(q_len, groups):
 
 @pytest.mark.parametrize("bias", [None, (1, "H", "T", "S")], ids=["plain", "shared bias"])
 def test_heads_that_go_together_need_not_divide_all(bias):
-    """12 of them, of which 8 are computed at one time, in several tiles."""
-    case = AttentionCase("heads", batch=3, q_len=80, kv_len=70, heads=4, kv_heads=4, causal=True, bias=bias)
+    """20 of them, of which 16 are computed at one time, in several tiles."""
+    case = AttentionCase("heads", batch=5, q_len=80, kv_len=70, heads=4, kv_heads=4, causal=True, bias=bias)
     together, heads = Plan.of(case.problem, HEURISTIC).together, case.batch * case.heads
     assert together < heads
     assert heads % together

@@ -28,6 +28,7 @@ CROSSED = {
     ("state_scan.py", "state_at_start", "DB", "STRIDE_A"),
     ("decayed_rows.py", "channel_log_decay", "H", "HG"),
     ("weak_gradients.py", "channel_log_decay", "H", "HG"),
+    ("chunks_by_warpgroups.py", "copy_rows", "C", "rows"),  # prepared rows are all there
 }
 
 
