@@ -61,10 +61,30 @@ HEAD_GATE = [  # by `head_gate_scan_by_warpgroups` on Hopper, by `head_gate_scan
     ),
     *(Case(("g",), strength, (1, 300, 2, 2, 64, 64), state=True, reverse=True, **BF16) for strength in GATES),
 ]
+KEY = {**BF16, "gate_dtype": "bfloat16"}
+KEY_GATE = [  # by `key_gate_scan_by_warpgroups` on Hopper where segments are weakly gated throughout
+    *(
+        Case(("gk",), "mild", (2, tokens, 4, heads, K, V), state=True, reverse=reverse, gate_heads=gate_heads, **KEY)
+        for tokens, K, V, heads, gate_heads, reverse in (
+            (512, 128, 128, 4, "H", False), (300, 128, 128, 2, "H", True), (1024, 64, 64, 4, "Hkv", False),
+            (129, 64, 128, 2, "Hkv", True), (64, 128, 64, 1, "H", False),
+        )
+    ),
+    *(Case(("gk",), "mild", (1, 8192, 1, 1, K, K), state=True, **KEY) for K in (64, 128)),  # splits the sequence
+    Case(("gk",), "resets now and then", (1, 8192, 1, 1, 128, 128), state=True, **KEY),
+    *(
+        Case(("gk",), "mild", (1, 601, 4, 2, K, V), cu_seqlens=LONG, state=True, reverse=reverse, **KEY)
+        for K, V in ((128, 128), (64, 64))
+        for reverse in (False, True)
+    ),
+    Case(("gk",), "resets now and then", (1, 601, 4, 2, 128, 128), cu_seqlens=LONG, state=True, **KEY),
+    *(Case(("gk",), strength, (2, 300, 2, 2, 128, 128), state=True, **KEY) for strength in GATES),
+]  # fmt: skip
 
 ALONE = [  # forward passes without a gradient, which may take other kernels
     *(case for case in LARGE if "gk" in case.gates),
     *HEAD_GATE,
+    *KEY_GATE,
     *(
         Case(("gk",), "mild", (2, tokens, 4, 2, K, K), gate_dtype="bfloat16", state=True, **BF16)
         for tokens in (512, 300, 4096)
@@ -112,7 +132,7 @@ def error_of_sum(case: Case, got, want) -> float:
     return float(np.sqrt(np.mean(np.square(np.asarray(got, np.float64) - np.asarray(want)))) / size)
 
 
-@pytest.mark.parametrize("case", [*INTERPRETED, *LARGE, *HEAD_GATE], ids=str)
+@pytest.mark.parametrize("case", [*INTERPRETED, *LARGE, *HEAD_GATE, *KEY_GATE], ids=str)
 def test_matches_float64(case):
     values, grads = run(case)
     want_values, want_grads = value_and_grads(

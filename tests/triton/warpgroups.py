@@ -29,6 +29,9 @@ CALLS = {  # gates, K, V, tokens, packed
     "g": (("g",), 128, 128, 2000, False),
     "g_gamma packed": (("g_gamma",), 128, 64, 2000, True),
     "g narrow packed": (("g",), 64, 64, 2048, True),
+    "gk": (("gk",), 128, 128, 2048, False),
+    "gk narrow packed": (("gk",), 64, 64, 2000, True),
+    "gk wide values packed": (("gk",), 64, 128, 2000, True),
 }
 DELTA_CALLS = {  # gate, K, V, tokens, packed
     "delta none": (None, 128, 64, 2000, True),

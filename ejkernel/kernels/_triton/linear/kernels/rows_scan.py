@@ -25,7 +25,8 @@ from ejkernel.kernels._triton.linear.kernels.tiles import load_rows, program_at,
 
 @triton.jit
 def scan_rows(
-    qd, kd, chunk_decay, A, A_low, v, begin, ends, end_decay, chunks, segments, T, NT, NS, SC,
+    qd, kd, chunk_decay, A, A_low, v, begin, ends, end_decay, chunks, segments, done, filled_o, filled_final, filled_states,
+    T, NT, NS, SC,
     o, final, states, segment_decay,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     EVEN: tl.constexpr, ADJOINT: tl.constexpr, STAGES: tl.constexpr,
@@ -34,6 +35,8 @@ def scan_rows(
 
     A_low: the low part of A, where that matters, else None. ADJOINT goes back in time with q * pre for kd, k * suf for qd and
     do for v: o is then dv, states the adjoints after every chunk.
+    done [chunks, H]: not 0 in segments that `key_gate_scan_by_warpgroups` has scanned, else None. filled_*: memory shared with the
+    outputs.
     """
     C: tl.constexpr = 64
     ENDS_ONLY: tl.constexpr = segment_decay is not None
@@ -45,6 +48,11 @@ def scan_rows(
         return
     last = ends_sequence(segment, ADJOINT)
     g, first, count, seq, _place, _total = segment
+    if done is not None:
+        if count == 0:
+            return
+        if tl.load(done + first.to(tl.int64) * H + head) != 0:
+            return
     r = tl.arange(0, C)
     ck = tl.arange(0, KP)
     S = state_at_start(begin, ends, end_decay, None, segment, head, 0, b, ADJOINT, H, K, V, V, 1, KP, BV, 0)

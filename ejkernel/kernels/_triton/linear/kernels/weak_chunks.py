@@ -76,7 +76,7 @@ def find_weak_chunks(
 
 @triton.jit
 def weak_rows(
-    q, k, g, gs, gamma, chunks, scale, T, NT,
+    q, k, g, gs, gamma, chunks, done, scale, T, NT,
     A, A_low, qd, kd, M, M_low, kp, chunk_decay, weak,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, BK: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, GATE_PARTS: tl.constexpr, SPLIT: tl.constexpr,
@@ -89,6 +89,7 @@ def weak_rows(
     there: looking at the gates first would be one wait more. (Where log decays above 0 go too far on the way, it is seen at
     the end.)
 
+    done [chunks, H]: not 0 where `key_gate_scan_by_warpgroups` needs no rows, else None.
     M, M_low, kp: what A, A_low and qd are of queries, of keys in their place with a scale of 1; None where nobody asks. With
     them the scores' blocks of 16 x 16 above the diagonal are not written.
     """
@@ -101,6 +102,10 @@ def weak_rows(
     if rows <= 0:
         tl.store(weak + index, 1)
         return
+    if done is not None:
+        if tl.load(done + index) != 0:
+            tl.store(weak + index, 1)
+            return
     r = tl.arange(0, C)
     scores = tl.zeros([C, C], tl.float32)
     of_keys = tl.zeros([C, C], tl.float32)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from ejkernel.kernels._triton.linear._call import Call
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.callib import triton_call
+from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.routes.axis import AxisLaunch, axes, gradients, gradients_of_axes, scores_in_blocks
 from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
 from ejkernel.kernels._triton.linear.routes.rows import GatedRows, padded, rows_of_keys
-from ejkernel.kernels._triton.linear.routes.scans import scan_rows, wide_tiles
+from ejkernel.kernels._triton.linear.routes.scans import Begun, Scanned, scan_rows, segment_ends, wide_tiles
 
+try:
+    from ejkernel.kernels._triton.linear.kernels import key_gate_warpgroups
+except (ImportError, AttributeError):  # a Triton whose Gluon has other names
+    key_gate_warpgroups = None  # type: ignore[assignment]
+
+STAGE = 64 << 10  # bytes of q, k, v and g of a chunk with 128 channels, of which two are in shared memory
 CHANGES: Changes = (
     {"block_d": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2}, {"num_stages": 2, "block_d": 32},
 )  # fmt: skip
@@ -39,25 +50,70 @@ class KeyGate(Route):
         return self.title + (", wide tiles" if self.wide_tiles else "")
 
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
-        rows = rows_of_keys(call, block_decays=keep, low=keep)
+        q, k, v = call.query_key_value
+        begin, output = call.get("initial_state"), call.plan.output
+        begun = _scan_weak_segments(call, q, k, v, begin, output, keep=keep) if _in_one_scan(call) else None
+        done = None if begun is None else begun.done
+        rows = rows_of_keys(call, block_decays=keep, low=keep, done=done)
         scanned = scan_rows(
-            call, rows.as_arguments(low=False), call.arrays["value"], call.get("initial_state"), call.plan.output,
-            wide=self.wide_tiles, adjoint=False, keep=keep,
-        )  # fmt: skip
-        return scanned.output, scanned.final, {"states": scanned.states, "keys": rows} if keep else {}
+            call, rows.as_arguments(low=False), v, begin, output, wide=self.wide_tiles, adjoint=False, keep=keep, begun=begun
+        )
+        return scanned.output, scanned.final, {"states": scanned.states, "keys": rows, "done": done} if keep else {}
 
     def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
         rows: GatedRows = saved["keys"]
-        dtype = call.per_head_dtype(call.arrays["value"])
+        q, k, v = call.query_key_value
+        dtype, done = call.per_head_dtype(v), saved["done"]
+        begun = None
+        if done is not None:
+            begun = _scan_weak_segments(call, k, q, do, dfinal, dtype, adjoint=True, keep=True, done=done)
         # With the low part of the scores: nothing else rounds what goes from do to dv inside a chunk.
         scanned = scan_rows(
-            call, rows.as_arguments(low=True, adjoint=True), do, dfinal, dtype, wide=self.wide_tiles, adjoint=True, keep=True
-        )
+            call, rows.as_arguments(low=True, adjoint=True), do, dfinal, dtype, wide=self.wide_tiles, adjoint=True, keep=True,
+            begun=begun,
+        )  # fmt: skip
         own, other = axes(call, do)
         of_keys, _ = gradients_of_axes(call)
-        blocked = scores_in_blocks(call, do, call.arrays["value"], rows.gates.weak, call.plan.scale)
+        blocked = scores_in_blocks(call, do, v, rows.gates.weak, call.plan.scale)
         keys = AxisLaunch(call, own, other, rows.gates, None, blocked, saved["states"], scanned.states, of_keys).everywhere()
         return gradients(call, keys, {"dy": scanned.output}, scanned.final)
 
     def changes(self) -> Changes:
         return CHANGES
+
+
+def _in_one_scan(call: Call) -> bool:
+    """Whether `key_gate_scan_by_warpgroups` scans the weakly gated segments: on Hopper, where nothing else decays and no
+    configuration names other tiles."""
+    plan, arrays = call.plan, call.arrays
+    covered = plan.warpgroups and plan.gates == {"gk"} and {plan.K, plan.V} <= {64, 128} and not plan.named_scan_tiles
+    low = all(arrays[name].dtype == jnp.bfloat16 for name in ("query", "key", "value", "gk"))
+    return covered and low and key_gate_warpgroups is not None
+
+
+def _scan_weak_segments(
+    call: Call, q: Array, k: Array, v: Array, begin: Array | None, output: Any, *, adjoint: bool = False, keep: bool,
+    done: Array | None = None,
+) -> Begun:  # fmt: skip
+    """`key_gate_scan_by_warpgroups` on (q, k, v), or adjoint on (k, q, do) of the segments that `done` says."""
+    plan, (B, T, H, _, _), chunks = call.plan, call.dims, call.chunks
+    K, V, gk = k.shape[3], v.shape[3], call.arrays["gk"]
+    segments = call.segments(2)  # such a program fills a multiprocessor, as two others do
+    ends = segment_ends(call, k, v, segments, adjoint=adjoint)
+    found = triton_call(
+        arguments={
+            "q": q, "k": k, "v": v, "g": gk, "begin": begin, "ends": ends.states, "end_decay": ends.key_decays,
+            "done_before": done, "scale": plan.scale, **chunks.arguments, **segments.arguments,
+        },
+        out_shape={
+            "o": shape((B, T, H, V), output), "final": shape((call.sequences, H, K, V), np.float32),
+            "states": shape((chunks.count, H, K, V), plan.operand) if keep else None,
+            "done": shape((chunks.count, H), np.int32) if done is None else None,
+        },
+        kernel=key_gate_warpgroups.key_gate_scan_by_warpgroups, grid=(segments.count * H,), H=H, HQ=heads(q), HK=heads(k),
+        HV=heads(v), HG=heads(gk), K=K, V=V, C=plan.C, SIGN=plan.sign, EVEN=chunks.even, ADJOINT=adjoint,
+        LIMIT=plan.weak_limit, STAGES=2 * STAGE // (plan.C * (3 * K + V) * 2), SCORES=2, SPLIT=adjoint, COPY_REGISTERS=40,
+        SCORE_REGISTERS=168, VALUE_REGISTERS=152,
+    )  # fmt: skip
+    scanned = Scanned(found["o"], found["final"], found.get("states"))
+    return Begun(segments, ends, found["done"] if done is None else done, scanned)

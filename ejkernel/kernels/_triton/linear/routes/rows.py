@@ -54,12 +54,14 @@ def padded(channels: int) -> int:
     return max(32, tile(channels, 512))
 
 
-def rows_of_keys(call: Call, *, block_decays: bool, low: bool = False, split: int = 1) -> GatedRows:
-    """Gated rows of the key channels, with the head's own decay."""
+def rows_of_keys(
+    call: Call, *, block_decays: bool, low: bool = False, split: int = 1, done: Array | None = None
+) -> GatedRows:
+    """Gated rows of the key channels, with the head's own decay; done: see `weak_rows`."""
     q, k, _ = call.query_key_value
     return rows_of_axis(
         call, q, k, call.arrays["gk"], call.plan.scale, g=call.get("g"), g_gamma=call.get("g_gamma"), low=low,
-        block_decays=block_decays, split=split,
+        block_decays=block_decays, split=split, done=done,
     )  # fmt: skip
 
 
@@ -76,7 +78,7 @@ def _without(given: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def rows_of_axis(
     call: Call, x: Array | None, y: Array, gate: Array, scale: float, *, g: Array | None, g_gamma: Array | None,
-    block_decays: bool, low: bool = False, split: int = 1, of_keys: bool = False,
+    block_decays: bool, low: bool = False, split: int = 1, of_keys: bool = False, done: Array | None = None,
 ) -> GatedRows:  # fmt: skip
     """Gated rows of an axis; without x only what the states and the axis' own rows need, of_keys: with `KeyRows`.
 
@@ -98,7 +100,7 @@ def rows_of_axis(
     BK = 128 if P > 128 else 64  # more at a time when there are several turns: 0.159 against 0.170 ms with 256 channels
     few_registers = BK == 64 and split == 1 and not of_keys  # in two parts 0.209 ms without a limit, 0.228 with it
     filled = triton_call(
-        arguments=arguments, out_shape={**out, **keys, "weak": shape((count, H), np.int32)}, kernel=weak_chunks.weak_rows,
+        arguments={**arguments, "done": done}, out_shape={**out, **keys, "weak": shape((count, H), np.int32)}, kernel=weak_chunks.weak_rows,
         grid=(count, H), BK=min(P, BK), num_warps=4, maxnreg=168 if few_registers else None,
         GATE_PARTS=gate_parts(plan, gate, g, g_gamma), LIMIT=plan.weak_limit, **common,
     )  # fmt: skip

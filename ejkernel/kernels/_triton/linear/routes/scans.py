@@ -92,6 +92,15 @@ class Scanned(NamedTuple):
     states: Array | None  # [chunks, H, K, V], if kept
 
 
+class Begun(NamedTuple):
+    """A scan that has done the weakly gated segments."""
+
+    segments: Segments
+    ends: Ends
+    done: Array  # [chunks, H]: not 0 in the segments that it has done
+    scanned: Scanned
+
+
 def wide_tiles(plan: Plan, key_channels: int) -> bool:
     """Whether `scan_rows_wide` scans rows of so many (padded) key channels.
 
@@ -102,7 +111,7 @@ def wide_tiles(plan: Plan, key_channels: int) -> bool:
 
 def scan_rows(
     call: Call, rows: dict[str, Array | None], v: Array, begin: Array | None, output: Any, *, wide: bool, adjoint: bool,
-    keep: bool,
+    keep: bool, begun: Begun | None = None,
 ) -> Scanned:  # fmt: skip
     """Outputs of chunks from their gated rows, with the state in registers.
 
@@ -112,13 +121,14 @@ def scan_rows(
         output: dtype of the outputs.
         wide: by `scan_rows_wide`.
         keep: keep the states, too.
+        begun: what is done already, whose results are filled up; not wide.
     """
     plan, (B, T, H, K, V), chunks = call.plan, call.dims, call.chunks
     chunk_decay = rows["chunk_decay"]
     assert chunk_decay is not None
     KP = chunk_decay.shape[2]
     BV = plan.block_d or tile(V, 64)
-    segments = call.segments(cdiv(V, WIDE_VALUES if wide else BV))
+    segments = call.segments(cdiv(V, WIDE_VALUES if wide else BV)) if begun is None else begun.segments
     arguments = {**rows, "v": v, **chunks.arguments, **segments.arguments}
     common: dict[str, Any] = {
         "H": H, "SIGN": plan.sign, "EVEN": chunks.even, "K": K, "KP": KP, "HV": heads(v), "V": V, "ADJOINT": adjoint,
@@ -128,15 +138,16 @@ def scan_rows(
         "kernel": rows_scan.scan_rows, "grid": (cdiv(V, BV) * segments.count * H,), "BV": BV,
         "STAGES": plan.num_stages or (3 if KP <= 128 else 1), "num_warps": plan.num_warps or 4,
     }  # fmt: skip
-    ends = Ends()
-    if segments.split:
+    not_begun = dict.fromkeys(("done", "filled_o", "filled_final", "filled_states"))
+    ends = Ends() if begun is None else begun.ends
+    if segments.split and begun is None:
         G = segments.count
         out = {
             "o": None, "final": shape((G, H, K, V), np.float32), "states": None,
             "segment_decay": shape((G, H, K), np.float32),
         }  # fmt: skip
         nothing = dict.fromkeys(("begin", "ends", "end_decay"))
-        found = triton_call(arguments={**arguments, **nothing}, out_shape=out, **narrow, **common)
+        found = triton_call(arguments={**arguments, **nothing, **not_begun}, out_shape=out, **narrow, **common)
         ends = Ends(found["final"], found["segment_decay"])
     arguments |= {"begin": begin, "ends": ends.states, "end_decay": ends.key_decays}
     out = {
@@ -149,5 +160,14 @@ def scan_rows(
             grid=(cdiv(V, WIDE_VALUES) * segments.count * H,), ALIKE=plan.per_head, **common,
         )  # fmt: skip
     else:
-        found = triton_call(arguments=arguments, out_shape={**out, "segment_decay": None}, **narrow, **common)
+        aliases = {}
+        if begun is None:
+            arguments |= not_begun
+        else:
+            o, final, states = begun.scanned
+            arguments |= {"done": begun.done, "filled_o": o, "filled_final": final, "filled_states": states}
+            aliases = {f"filled_{name}": name for name in ("o", "final", "states") if out[name] is not None}
+        found = triton_call(
+            arguments=arguments, out_shape={**out, "segment_decay": None}, input_output_aliases=aliases, **narrow, **common
+        )
     return Scanned(found["o"], found["final"], found.get("states"))
