@@ -30,6 +30,7 @@ CALLS = {  # gates, K, V, tokens, packed
     "g_gamma packed": (("g_gamma",), 128, 64, 2000, True),
     "g narrow packed": (("g",), 64, 64, 2048, True),
     "gk": (("gk",), 128, 128, 2048, False),
+    "gk segments": (("gk",), 128, 128, 16384, False),
     "gk narrow packed": (("gk",), 64, 64, 2000, True),
     "gk wide values packed": (("gk",), 64, 128, 2000, True),
 }

@@ -1,14 +1,15 @@
-"""Weakly gated segments of a gate per key channel on Hopper, from q, k, v and g in one scan; bfloat16, chunks of 64, whole tiles.
+"""Weakly gated segments of a gate per key channel on Hopper in one scan of q, k, v, g; bfloat16, chunks of 64, whole tiles.
 
 In a chunk, with c the sum of log decays from the middle of its rows (negative for rows after it, positive before), a row reads
-q~ = q exp(c) and leaves k~ = k exp(-c), and the state M that stands in the middle is that of the chunk's beginning times the decay
-of its first half:
+q~ = q exp(c) and leaves k~ = k exp(-c), and the state M that stands in the middle is that of the chunk's beginning times the
+decay of its first half:
 
     M  = exp(sum of the first half) S          o  = scale (q~ M + tril(q~ k~^T) v)
     M' = M + k~^T v                            S' = exp(sum of the second half) M'
 
 While |c| stays within LIMIT / 2 in every channel nothing overflows, and nothing is lost that bfloat16 would keep. A program
-leaves its segment at the first chunk where it does not; `done` says so, and `weak_rows`, `gated_rows` and `scan_rows` do all of it.
+leaves its segment at the first chunk where it does not, or that is not weakly gated by the measure of `weak_rows`, which the
+gradient goes by; `done` says so, and `weak_rows`, `gated_rows` and `scan_rows` do all of it.
 
 A program scans all value channels of a segment of one head. Its warpgroups hand chunks on through rings of slots in shared
 memory, as in `head_gate_warpgroups`:
@@ -35,8 +36,8 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     LOG2_E,
     TILE,
     WARPS,
+    add,
     copy_rows,
-    exp_of_log,
     next_slot,
     warpgroup_barrier,
 )
@@ -54,11 +55,6 @@ def _bfloat16(x):
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
     )  # fmt: skip
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -149,11 +145,19 @@ def make_scores(
         logs = gl.maximum(g.load(by_row).to(gl.float32), -1e30) * LOG2_E  # [C, K]
         logs = gl.convert_layout(gl.reshape(logs, [2, HALF, K]), by_half)
         whole = gl.sum(logs, 1)  # [2, K]
-        c = gl.associative_scan(logs, 1, _add) - gl.where(is_first, whole[:, None, :], 0.0)
+        c = gl.associative_scan(logs, 1, add) - gl.where(is_first, whole[:, None, :], 0.0)
+        if done is not None:
+            # As `weak_axis` needs it, too: from the middle of all that the chunk decays, `lean` away from that of its rows.
+            halves = whole[:, None, :]  # [2, 1, K]
+            lean = 0.5 * gl.sum(gl.where(is_first, halves, -halves), 0)[None, :, :]
+            high = gl.max(c, 1)[:, None, :]
+            low = gl.min(c, 1)[:, None, :]
+            reach = gl.maximum(gl.maximum(gl.abs(high), gl.abs(low)), gl.maximum(gl.abs(high + lean), gl.abs(low + lean)))
+            reach = gl.max(gl.max(gl.max(reach, 2), 1), 0)
         c = gl.convert_layout(gl.reshape(c, [C, K]), by_row)
         decay_ring.index(slot).store(gl.reshape(_exp2(whole), [2 * K]))
         if done is not None:
-            left = gl.max(gl.max(gl.abs(c), 0), 0) > LIMIT * (0.5 * LOG2_E)
+            left = reach > LIMIT * (0.5 * LOG2_E)
             verdicts.index(slot).store(gl.full([1], left.to(gl.int32), gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
         if ADJOINT:
             _store_split(q.load(by_row).to(gl.float32) * _exp2(-c), q, g)

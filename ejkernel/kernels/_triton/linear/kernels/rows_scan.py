@@ -35,8 +35,8 @@ def scan_rows(
 
     A_low: the low part of A, where that matters, else None. ADJOINT goes back in time with q * pre for kd, k * suf for qd and
     do for v: o is then dv, states the adjoints after every chunk.
-    done [chunks, H]: not 0 in segments that `key_gate_scan_by_warpgroups` has scanned, else None. filled_*: memory shared with the
-    outputs.
+    done [chunks, H]: not 0 in segments that `key_gate_scan_by_warpgroups` has scanned, else None. filled_*: memory shared with
+    the outputs.
     """
     C: tl.constexpr = 64
     ENDS_ONLY: tl.constexpr = segment_decay is not None

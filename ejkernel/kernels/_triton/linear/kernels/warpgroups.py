@@ -22,6 +22,11 @@ def exp_of_log(x):
 
 
 @gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
 def next_slot(slot, phase, SLOTS: gl.constexpr):
     """The slot after this one, and the parity of the phase that its barriers are then in."""
     slot += 1

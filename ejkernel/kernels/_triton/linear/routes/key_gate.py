@@ -10,19 +10,20 @@ import numpy as np
 
 from ejkernel.callib import triton_call
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
-from ejkernel.kernels._triton.linear._chunks import Array
+from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.routes.axis import AxisLaunch, axes, gradients, gradients_of_axes, scores_in_blocks
 from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
 from ejkernel.kernels._triton.linear.routes.rows import GatedRows, padded, rows_of_keys
-from ejkernel.kernels._triton.linear.routes.scans import Begun, Scanned, scan_rows, segment_ends, wide_tiles
+from ejkernel.kernels._triton.linear.routes.scans import Begun, Ends, Scanned, scan_rows, wide_tiles
 
 try:
-    from ejkernel.kernels._triton.linear.kernels import key_gate_warpgroups
+    from ejkernel.kernels._triton.linear.kernels import key_gate_ends, key_gate_warpgroups
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
     key_gate_warpgroups = None  # type: ignore[assignment]
 
 STAGE = 64 << 10  # bytes of q, k, v and g of a chunk with 128 channels, of which two are in shared memory
+RING = 192 << 10  # bytes of k, v and g of the chunks that are in shared memory for the segments' ends
 CHANGES: Changes = (
     {"block_d": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2}, {"num_stages": 2, "block_d": 32},
 )  # fmt: skip
@@ -99,7 +100,9 @@ def _scan_weak_segments(
     plan, (B, T, H, _, _), chunks = call.plan, call.dims, call.chunks
     K, V, gk = k.shape[3], v.shape[3], call.arrays["gk"]
     segments = call.segments(2)  # such a program fills a multiprocessor, as two others do
-    ends = segment_ends(call, k, v, segments, adjoint=adjoint)
+    ends = _segment_ends(call, k, v, segments, adjoint)
+    # Where rows may be missing, those that copy need more registers for their masks.
+    copy, score, value = (24, 168, 160) if chunks.even else (40, 152, 160)
     found = triton_call(
         arguments={
             "q": q, "k": k, "v": v, "g": gk, "begin": begin, "ends": ends.states, "end_decay": ends.key_decays,
@@ -112,8 +115,24 @@ def _scan_weak_segments(
         },
         kernel=key_gate_warpgroups.key_gate_scan_by_warpgroups, grid=(segments.count * H,), H=H, HQ=heads(q), HK=heads(k),
         HV=heads(v), HG=heads(gk), K=K, V=V, C=plan.C, SIGN=plan.sign, EVEN=chunks.even, ADJOINT=adjoint,
-        LIMIT=plan.weak_limit, STAGES=2 * STAGE // (plan.C * (3 * K + V) * 2), SCORES=2, SPLIT=adjoint, COPY_REGISTERS=40,
-        SCORE_REGISTERS=168, VALUE_REGISTERS=152,
+        LIMIT=plan.weak_limit, STAGES=2 * STAGE // (plan.C * (3 * K + V) * 2), SCORES=2, SPLIT=adjoint, COPY_REGISTERS=copy,
+        SCORE_REGISTERS=score, VALUE_REGISTERS=value,
     )  # fmt: skip
     scanned = Scanned(found["o"], found["final"], found.get("states"))
     return Begun(segments, ends, found["done"] if done is None else done, scanned)
+
+
+def _segment_ends(call: Call, k: Array, v: Array, segments: Segments, adjoint: bool) -> Ends:
+    """Of (k, v), or adjoint of (q, the output's adjoint); K and V as `_in_one_scan` says."""
+    if not segments.split:
+        return Ends()
+    plan, H, chunks, gk = call.plan, call.dims[2], call.chunks, call.arrays["gk"]
+    K, V, G = k.shape[3], v.shape[3], segments.count
+    found = triton_call(
+        arguments={"k": k, "v": v, "g": gk, "scale": plan.scale, **chunks.arguments, **segments.arguments},
+        out_shape={"final": shape((G, H, K, V), np.float32), "segment_decay": shape((G, H, K), np.float32)},
+        kernel=key_gate_ends.key_gate_segment_ends, grid=(G * H,), H=H, HK=heads(k), HV=heads(v), HG=heads(gk), K=K, V=V,
+        C=plan.C, SIGN=plan.sign, EVEN=chunks.even, ADJOINT=adjoint, STAGES=RING // (plan.C * (2 * K + V) * 2),
+        COPY_REGISTERS=64, ROW_REGISTERS=192, VALUE_REGISTERS=120,
+    )  # fmt: skip
+    return Ends(found["final"], found["segment_decay"])

@@ -54,9 +54,7 @@ def padded(channels: int) -> int:
     return max(32, tile(channels, 512))
 
 
-def rows_of_keys(
-    call: Call, *, block_decays: bool, low: bool = False, split: int = 1, done: Array | None = None
-) -> GatedRows:
+def rows_of_keys(call: Call, *, block_decays: bool, low: bool = False, split: int = 1, done: Array | None = None) -> GatedRows:
     """Gated rows of the key channels, with the head's own decay; done: see `weak_rows`."""
     q, k, _ = call.query_key_value
     return rows_of_axis(
@@ -100,8 +98,8 @@ def rows_of_axis(
     BK = 128 if P > 128 else 64  # more at a time when there are several turns: 0.159 against 0.170 ms with 256 channels
     few_registers = BK == 64 and split == 1 and not of_keys  # in two parts 0.209 ms without a limit, 0.228 with it
     filled = triton_call(
-        arguments={**arguments, "done": done}, out_shape={**out, **keys, "weak": shape((count, H), np.int32)}, kernel=weak_chunks.weak_rows,
-        grid=(count, H), BK=min(P, BK), num_warps=4, maxnreg=168 if few_registers else None,
+        arguments={**arguments, "done": done}, out_shape={**out, **keys, "weak": shape((count, H), np.int32)},
+        kernel=weak_chunks.weak_rows, grid=(count, H), BK=min(P, BK), num_warps=4, maxnreg=168 if few_registers else None,
         GATE_PARTS=gate_parts(plan, gate, g, g_gamma), LIMIT=plan.weak_limit, **common,
     )  # fmt: skip
     weak, group = filled.pop("weak"), chunks.together(H)
