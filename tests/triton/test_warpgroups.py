@@ -4,6 +4,8 @@ a GPU, since Triton's interpreter knows no Gluon."""
 import functools
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
@@ -46,6 +48,36 @@ def test_all_others_by_the_portable_kernel():
         assert scans(("g",), 128, 128, capability=capability) == portable
     for cfg in (LinearConfig(block_q=32), LinearConfig(block_d=32), LinearConfig(num_warps=8), LinearConfig(num_stages=2)):
         assert scans(("g",), 128, 128, cfg) == portable
+
+
+def key_gate_launches(K, V, tokens=2000, gates=("gk",), cfg=None, **of_problem) -> set[str]:
+    """The kernels of a call with a gate per key channel that are for Hopper alone."""
+    call = problem(gates, K, V, tokens, **of_problem)
+    found = launches(route_of(Plan.of(call, cfg or LinearConfig())), arrays_of(call), call.cu_seqlens)
+    return {launch.name for launch in (*found.forward, *found.backward)} & {
+        "key_gate_scan_by_warpgroups", "key_gate_segment_ends",
+    }  # fmt: skip
+
+
+def test_weakly_gated_segments_of_a_key_gate_on_hopper():
+    scan, ends = {"key_gate_scan_by_warpgroups"}, {"key_gate_segment_ends"}
+    for K, V in CHANNELS:
+        assert key_gate_launches(K, V, tokens=200) == scan  # one segment
+        assert key_gate_launches(K, V, tokens=16384) == scan | ends
+        assert key_gate_launches(K, V, packed=True) == scan | ends
+
+
+def test_all_other_key_gates_by_the_portable_kernels():
+    assert not key_gate_launches(100, 64)
+    assert not key_gate_launches(128, 256)
+    assert not key_gate_launches(64, 64, dtype="float16")
+    assert not key_gate_launches(64, 64, dtypes={"gk": jax.ShapeDtypeStruct((1, 2000, 2, 64), jnp.float32)}.items())
+    assert not key_gate_launches(64, 64, gates=("gk", "g"))
+    assert not key_gate_launches(64, 64, gates=("gk", "gv"))
+    for capability in (80, 89, 100, 120):
+        assert not key_gate_launches(128, 128, capability=capability)
+    for cfg in (LinearConfig(block_q=32), LinearConfig(block_d=32), LinearConfig(num_warps=8), LinearConfig(num_stages=2)):
+        assert not key_gate_launches(128, 128, cfg=cfg)
 
 
 def delta_scans(gate, K, V, cfg=None, **of_problem) -> set[str]:

@@ -86,7 +86,7 @@ def main(names: list[str]) -> None:
                 "overwritten": overwritten(launch),
             }
             for launch in (*seen.forward, *seen.backward)
-            if launch.name.endswith("_by_warpgroups")
+            if launch.name.endswith("_by_warpgroups") or launch.name == "key_gate_segment_ends"
         ]
     print(json.dumps(found))
 
