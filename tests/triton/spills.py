@@ -71,7 +71,6 @@ _WIDE = "256 channels of softmax attention: not tuned, not measured"
 SPILLS = [
     Spill(90, "none", "head_gate_scan_by_warpgroups", 56, _WARPGROUPS),
     Spill(90, "g", "head_gate_scan_by_warpgroups", 72, _WARPGROUPS),
-    Spill(90, "g", "head_gate_backward", 144, _BACKWARD),
     Spill(90, "g_gamma", "head_gate_backward", 72, "168 registers 0.203 ms on r3 (8 bytes, Triton 3.6), unlimited 0.229"),
     Spill(90, "g wide", "head_gate_backward", 240, _BACKWARD + "; K = 512 not measured"),
     Spill(90, "g broad", "head_gate_backward", 240, _BACKWARD),

@@ -46,7 +46,7 @@ LARGE = [
     Case(("gk",), "mild", (1, 8192, 1, 1, 64, 64), state=True, **BF16),
     Case(("g", "gk", "gv", "g_gamma"), "mild", (4, 4, 8, 4, 128, 128), schedule="recurrent", state=True, **BF16),
 ]
-HEAD_GATE = [  # by `head_gate_scan_by_warpgroups` on Hopper, by `head_gate_scan` elsewhere
+HEAD_GATE = [  # by `head_gate_scan_by_warpgroups` (and `head_gate_backward_by_warpgroups`) on Hopper
     *(
         Case(gates, "mild", (2, tokens, 4, 2, K, V), state=True, **BF16)
         for gates in ((), ("g",), ("g_gamma",))

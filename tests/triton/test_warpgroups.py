@@ -1,5 +1,6 @@
-"""The scans by warpgroups: which calls take them, and what they are compiled to. Their values: test_gpu.py and test_delta.py on
-a GPU, since Triton's interpreter knows no Gluon."""
+"""The kernels by warpgroups: which calls take them, and what they are compiled to.
+
+Their values: test_gpu.py and test_delta.py on a GPU, since Triton's interpreter knows no Gluon."""
 
 import functools
 import json
@@ -80,6 +81,33 @@ def test_all_other_key_gates_by_the_portable_kernels():
         assert not key_gate_launches(128, 128, cfg=cfg)
 
 
+def gradients(gates, K, V, cfg=None, **of_problem) -> set[str]:
+    """What makes dq, dk and dg of a call, chunk by chunk."""
+    call = problem(gates, K, V, 2000, **of_problem)
+    found = launches(route_of(Plan.of(call, cfg or LinearConfig())), arrays_of(call), call.cu_seqlens)
+    return {launch.name for launch in found.backward if launch.name.startswith("head_gate_backward")}
+
+
+@pytest.mark.parametrize("gates", [("g",), ("g", "g_gamma")], ids="+".join)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_gradients_of_gated_chunks_on_hopper(gates, packed):
+    for K, V in CHANNELS:
+        assert gradients(gates, K, V, packed=packed) == {"head_gate_backward_by_warpgroups"}
+
+
+def test_all_other_gradients_by_the_portable_kernel():
+    portable = {"head_gate_backward"}
+    assert gradients(("g_gamma",), 128, 128) == portable
+    assert gradients(("g",), 100, 64) == portable
+    assert gradients(("g",), 128, 36) == portable
+    assert gradients(("g",), 256, 128) == portable
+    assert gradients(("g",), 64, 64, dtype="float16") == portable
+    for capability in (80, 89, 100, 120):
+        assert gradients(("g",), 128, 128, capability=capability) == portable
+    for fields in ({"block_q": 32}, {"block_d": 32}, {"block_k": 32}, {"num_warps": 8}, {"num_stages": 2}):
+        assert gradients(("g",), 128, 128, LinearConfig(**fields)) == portable
+
+
 def delta_scans(gate, K, V, cfg=None, **of_problem) -> set[str]:
     """The scans with outputs that a call of the delta rule launches, forward and backward."""
     call = delta_problem(gate, K, V, 2000, **of_problem)
@@ -115,7 +143,11 @@ def test_compiled_for_hopper():
     assert all(found.values())
     for call, launches_of_call in found.items():
         for launch in launches_of_call:
-            others = 1 if launch["kernel"].startswith("delta") else 2  # warpgroups that copy and make scores
-            assert launch["warps"] == 4 * (others + launch["values"] // 64), call
+            if launch["kernel"] == "head_gate_backward_by_warpgroups":
+                warpgroups = 4  # one each copies, makes scores, dq and dk
+            else:
+                others = 1 if launch["kernel"].startswith("delta") else 2  # warpgroups that copy and make scores
+                warpgroups = others + launch["values"] // 64
+            assert launch["warps"] == 4 * warpgroups, call
             assert not launch["serialized"], call
             assert not launch["overwritten"], call

@@ -1,4 +1,4 @@
-"""Prints what the scans by warpgroups are compiled to for calls of several kinds, forward and backward.
+"""Prints what the kernels by warpgroups are compiled to for calls of several kinds, forward and backward.
 
 Run in a process of its own, where kernels are compiled.
 """
@@ -29,6 +29,7 @@ CALLS = {  # gates, K, V, tokens, packed
     "g": (("g",), 128, 128, 2000, False),
     "g_gamma packed": (("g_gamma",), 128, 64, 2000, True),
     "g narrow packed": (("g",), 64, 64, 2048, True),
+    "g wide values": (("g",), 64, 128, 2048, False),
     "gk": (("gk",), 128, 128, 2048, False),
     "gk segments": (("gk",), 128, 128, 16384, False),
     "gk narrow packed": (("gk",), 64, 64, 2000, True),
