@@ -32,17 +32,13 @@ from ejkernel.kernels._triton.linear.kernels.tiles import chunk_at
 from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     TILE,
     WARPS,
+    add,
     copy_async,
     copy_rows,
     exp_of_log,
     next_slot,
     warpgroup_barrier,
 )
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -179,7 +175,7 @@ def _store_gate_gradient(dg, sum_ring, log_ring, slot, token, rows, head, H: gl.
     at_suffix = sum_ring.index(slot * 5 + 2).load(layout)
     balance = sum_ring.index(slot * 5 + 4).load(layout) - sum_ring.index(slot * 5 + 3).load(layout)
     kept_before, _ = gl.associative_scan((gl.zeros([C], gl.float32, layout), at_suffix), 0, _sum_before)
-    dlog = gl.associative_scan(balance, 0, _add, reverse=True) + kept_before + through
+    dlog = gl.associative_scan(balance, 0, add, reverse=True) + kept_before + through
     own_log = log_ring.index(slot * 2).load(layout) - gl.where(r > 0, log_ring.index(slot * 2 + 1).load(layout), 0.0)
     dlog = gl.where(own_log > RESET, dlog, 0.0)
     gl.store(dg + (token + SIGN * r) * H + head, dlog, mask=r < rows)
