@@ -1,4 +1,4 @@
-"""Prints what the scans by warpgroups are compiled to for calls of several kinds, forward and backward.
+"""Prints what the kernels by warpgroups are compiled to for calls of several kinds, forward and backward.
 
 Run in a process of its own, where kernels are compiled.
 """
