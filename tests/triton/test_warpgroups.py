@@ -136,6 +136,33 @@ def test_all_other_delta_scans_by_the_portable_kernels():
         assert delta_scans("head", 128, 128, cfg) == portable
 
 
+def gradients_of_keys(gates, K, V, cfg=None, **of_problem) -> set[str]:
+    """What computes the key channels' gradients in the weakly gated chunks of a call."""
+    call = problem(gates, K, V, 2000, **of_problem)
+    found = launches(route_of(Plan.of(call, cfg or LinearConfig())), arrays_of(call), call.cu_seqlens)
+    return {launch.name for launch in found.backward if launch.name.startswith("weak_axis")}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_gradients_of_gated_keys_on_hopper(packed):
+    for K, V in CHANNELS:
+        assert gradients_of_keys(("gk",), K, V, packed=packed) == {"weak_axis_by_warpgroups"}
+
+
+def test_all_other_gradients_of_gated_keys_by_the_portable_kernel():
+    portable = {"weak_axis"}
+    assert gradients_of_keys(("gk",), 100, 64) == portable
+    assert gradients_of_keys(("gk",), 128, 256) == portable
+    for gates in (("gk", "g"), ("gk", "g_gamma"), ("gk", "gv")):
+        assert gradients_of_keys(gates, 128, 128) == portable
+    in_float32 = {"gk": jax.ShapeDtypeStruct((1, 2000, 2, 128), jnp.float32)}
+    assert gradients_of_keys(("gk",), 128, 128, dtypes=in_float32) == portable
+    for capability in (80, 89, 100, 120):
+        assert gradients_of_keys(("gk",), 128, 128, capability=capability) == portable
+    for cfg in (LinearConfig(block_k=32), LinearConfig(block_d=32), LinearConfig(num_warps=8), LinearConfig(num_stages=2)):
+        assert gradients_of_keys(("gk",), 128, 128, cfg) == portable
+
+
 @pytest.mark.long
 def test_compiled_for_hopper():
     """Within its shared memory, with all warpgroups, and products that are waited for only where the kernel says so."""
@@ -143,8 +170,8 @@ def test_compiled_for_hopper():
     assert all(found.values())
     for call, launches_of_call in found.items():
         for launch in launches_of_call:
-            if launch["kernel"] == "head_gate_backward_by_warpgroups":
-                warpgroups = 4  # one each copies, makes scores, dq and dk
+            if launch["kernel"] in ("head_gate_backward_by_warpgroups", "weak_axis_by_warpgroups"):
+                warpgroups = 4  # one each copies and makes scores, two compute
             else:
                 others = 1 if launch["kernel"].startswith("delta") else 2  # warpgroups that copy and make scores
                 warpgroups = others + launch["values"] // 64

@@ -51,3 +51,20 @@ def copy_rows(
         copy_async(slot, at)
     else:
         copy_async(slot, at, mask=(r < rows) & (c < D))
+
+
+@gluon.jit
+def split_bfloat16(x):
+    """bfloat16's high and low part of x, two at a time: left to the compiler, parts are taken out of registers and put back."""
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .b32 first, second;
+            cvt.rn.bf16x2.f32 $0, $3, $2;
+            shl.b32 first, $0, 16;
+            and.b32 second, $0, 0xffff0000;
+            sub.rn.f32 first, $2, first;
+            sub.rn.f32 second, $3, second;
+            cvt.rn.bf16x2.f32 $1, second, first;
+        }""",
+        "=&r,=r,f,f", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip

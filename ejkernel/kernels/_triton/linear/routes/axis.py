@@ -21,7 +21,16 @@ from ejkernel.kernels._triton.linear.kernels import gated_axis, other_axis, weak
 from ejkernel.kernels._triton.linear.routes.route import Gradients
 from ejkernel.kernels._triton.linear.routes.rows import GatedRows, GateRange
 
+try:
+    from ejkernel.kernels._triton.linear.kernels import weak_axis_warpgroups
+except (ImportError, AttributeError):  # a Triton whose Gluon has other names
+    weak_axis_warpgroups = None  # type: ignore[assignment]
+
 Outputs = dict[str, jax.ShapeDtypeStruct | None]  # dx, dy, dg
+MULTIPROCESSORS = 132  # of an H100 or H200
+SLOTS = {  # (K, V): those of keys, values and scores that fit into Hopper's shared memory
+    (128, 128): (2, 1, 1), (128, 64): (2, 2, 1), (64, 128): (2, 2, 2), (64, 64): (4, 2, 2),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +118,35 @@ class AxisLaunch:
 
     def everywhere(self) -> dict[str, Array]:
         """dx, dy, dg: first in the weakly gated chunks, then in the others."""
-        return self.elsewhere(self._weak())
+        return self.elsewhere(self._weak_by_warpgroups() if self._covered_by_warpgroups else self._weak())
+
+    @property
+    def _covered_by_warpgroups(self) -> bool:
+        """Whether `weak_axis_by_warpgroups` computes this: gradients on Hopper where keys alone have a gate, all in bfloat16,
+        and no configuration names other tiles."""
+        call, own, other = self.call, self.own, self.other
+        plan = call.plan
+        covered = plan.warpgroups and plan.gates == {"gk"} and not (plan.named_scan_tiles or plan.block_k)
+        asked = own.of_keys and all(x is not None for x in self.out.values()) and (plan.K, plan.V) in SLOTS
+        arrays = (own.x, own.y, own.gate, other.x, other.y)
+        low = all(x is not None and x.dtype == jnp.bfloat16 for x in arrays)
+        return covered and asked and low and weak_axis_warpgroups is not None
+
+    def _weak_by_warpgroups(self) -> dict[str, Array]:
+        call, own, other = self.call, self.own, self.other
+        plan, chunks, H = call.plan, call.chunks, call.dims[2]
+        count = chunks.count * H
+        keys, values, scores = SLOTS[plan.K, plan.V]
+        return triton_call(
+            arguments={
+                "q": own.x, "k": own.y, "g": own.gate, "do": other.x, "v": other.y, "starts": self.starts, "ends": self.ends,
+                "weak": self.gates.weak, "scale": own.scale, "COUNT": count, **chunks.arguments,
+            },
+            out_shape=self.out, kernel=weak_axis_warpgroups.weak_axis_by_warpgroups, grid=(min(MULTIPROCESSORS, count),), H=H,
+            HQ=heads(own.x), HK=heads(own.y), HG=heads(own.gate), HV=heads(other.y), K=plan.K, V=plan.V, C=plan.C,
+            SIGN=plan.sign, EVEN=chunks.even, KEYS=keys, VALUES=values, SCORES=scores, COPY_REGISTERS=40, SCORE_REGISTERS=72,
+            GRADIENT_REGISTERS=200,
+        )  # fmt: skip
 
     def _weak(self) -> dict[str, Array]:
         common, plan = self._common(), self.call.plan
