@@ -38,23 +38,11 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     WARPS,
     add,
     copy_rows,
+    exp2,
     next_slot,
+    split_bfloat16,
     warpgroup_barrier,
 )
-
-
-@gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _bfloat16(x):
-    """x in bfloat16, two at a time: left to the compiler, those that are read again are converted one by one, at a quarter of
-    the rate."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -103,9 +91,9 @@ def copy_chunks(
 @gluon.jit
 def _store_split(x, high, low):
     """bfloat16's high and low part of x [C, K]."""
-    part = _bfloat16(x)
-    high.store(part)
-    low.store(_bfloat16(x - part.to(gl.float32)))
+    high_part, low_part = split_bfloat16(x)
+    high.store(high_part)
+    low.store(low_part)
 
 
 @gluon.jit
@@ -155,16 +143,16 @@ def make_scores(
             reach = gl.maximum(gl.maximum(gl.abs(high), gl.abs(low)), gl.maximum(gl.abs(high + lean), gl.abs(low + lean)))
             reach = gl.max(gl.max(gl.max(reach, 2), 1), 0)
         c = gl.convert_layout(gl.reshape(c, [C, K]), by_row)
-        decay_ring.index(slot).store(gl.reshape(_exp2(whole), [2 * K]))
+        decay_ring.index(slot).store(gl.reshape(exp2(whole), [2 * K]))
         if done is not None:
             left = reach > LIMIT * (0.5 * LOG2_E)
             verdicts.index(slot).store(gl.full([1], left.to(gl.int32), gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
         if ADJOINT:
-            _store_split(q.load(by_row).to(gl.float32) * _exp2(-c), q, g)
-            _store_split(k.load(by_row).to(gl.float32) * (_exp2(c) * scale), k, k_low)
+            _store_split(q.load(by_row).to(gl.float32) * exp2(-c), q, g)
+            _store_split(k.load(by_row).to(gl.float32) * (exp2(c) * scale), k, k_low)
         else:
-            _store_split(q.load(by_row).to(gl.float32) * _exp2(c), q, g)
-            _store_split(k.load(by_row).to(gl.float32) * _exp2(-c), k, k_low)
+            _store_split(q.load(by_row).to(gl.float32) * exp2(c), q, g)
+            _store_split(k.load(by_row).to(gl.float32) * exp2(-c), k, k_low)
         fence_async_shared()
         warpgroup_barrier()
         A = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([C, C], gl.float32, layout), use_acc=False, is_async=True)  # [C, C]

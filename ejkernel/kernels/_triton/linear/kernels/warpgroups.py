@@ -16,9 +16,13 @@ TILE = gl.constexpr(64)  # value channels of a warpgroup
 
 
 @gluon.jit
+def exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def exp_of_log(x):
-    base_2 = x * LOG2_E
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [base_2], dtype=gl.float32, is_pure=True, pack=1)
+    return exp2(x * LOG2_E)
 
 
 @gluon.jit

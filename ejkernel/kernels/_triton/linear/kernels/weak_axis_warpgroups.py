@@ -34,15 +34,11 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     TILE,
     WARPS,
     copy_rows,
+    exp2,
     next_slot,
     split_bfloat16,
     warpgroup_barrier,
 )
-
-
-@gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -230,9 +226,9 @@ def make_gradients(
                 ak = _product(dS_ring, v_ring, states, slot * TV, TV, layout)
                 c, passed = warpgroup_mma_wait(2 * TV, deps=[c, passed])
                 c *= LOG2_E
-                half = _exp2(gl.sum(gl.where(row == C - 1, c, 0.0), 1))  # [TILE]
+                half = exp2(gl.sum(gl.where(row == C - 1, c, 0.0), 1))  # [TILE]
                 everything = gl.sum(gl.where(own == row, passed, 0.0), 1) * half * half
-                fk = k.permute((1, 0)).load(layout).to(gl.float32) * _exp2(-c)  # [TILE, C]
+                fk = k.permute((1, 0)).load(layout).to(gl.float32) * exp2(-c)  # [TILE, C]
                 aq, ak = warpgroup_mma_wait(0, deps=[aq, ak])
                 warpgroup_barrier()
                 mbarrier.arrive(values_empty.index(slot), count=1)
@@ -248,7 +244,7 @@ def make_gradients(
                 aq = warpgroup_mma(high, M.permute((1, 0)), aq, is_async=True)
                 aq = warpgroup_mma(low, M.permute((1, 0)), aq, is_async=True)
                 aq = warpgroup_mma(high, M_low.permute((1, 0)), aq, is_async=True)
-                q_high, q_low = split_bfloat16(q.permute((1, 0)).load(layout).to(gl.float32) * _exp2(c))
+                q_high, q_low = split_bfloat16(q.permute((1, 0)).load(layout).to(gl.float32) * exp2(c))
                 q_high = gl.convert_layout(q_high, left)
                 q_low = gl.convert_layout(q_low, left)
                 ak = warpgroup_mma(q_high, M, ak, is_async=True)
@@ -256,13 +252,13 @@ def make_gradients(
                 ak = warpgroup_mma(q_high, M_low, ak, is_async=True)
                 aq, high, low = warpgroup_mma_wait(3, deps=[aq, high, low])
                 c *= one  # so exponentials are made again: there are no registers to keep them
-                aq *= _exp2(c)
+                aq *= exp2(c)
                 difference = q.permute((1, 0)).load(layout).to(gl.float32) * aq
                 _store_turned(dq, aq, q, token, rows, head, OWN * TILE, H, K, C, SIGN, EVEN)
                 ak, q_high, q_low = warpgroup_mma_wait(0, deps=[ak, q_high, q_low])
                 warpgroup_barrier()
                 mbarrier.arrive(taken.index(place), count=1)
-                ak *= _exp2(-c)
+                ak *= exp2(-c)
                 # A pair of rows counts at both, by products that differ by 2^-17: in sums over both that is all that is left.
                 difference -= k.permute((1, 0)).load(layout).to(gl.float32) * ak
                 high, low = split_bfloat16(difference)
