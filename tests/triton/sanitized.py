@@ -171,7 +171,7 @@ def kernels() -> set[str]:
         for thing in vars(importlib.import_module(module.name)).values():
             function = getattr(thing, "fn", None)
             source = "" if function is None else inspect.getsource(function)
-            asks = " = program_at(" in source or " = tl.program_id(" in source
+            asks = any(f" = {asked}(" in source for asked in ("program_at", "tl.program_id", "gl.program_id"))
             if asks and function.__name__ != "program_at":
                 found.add(name_of(thing))
     return found
