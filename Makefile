@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test test-long test-fast test-pythons test-tpu run-fast lint typecheck docs demo several-devices test-gpu sanitize-gpu clean
+.PHONY: setup test test-long test-fast test-pythons test-tpu run-fast lint typecheck docs demo several-devices test-gpu compile-gpu-tests sanitize-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -86,6 +86,11 @@ several-devices: setup
 # On a machine with a GPU, with the Python that has its CUDA plugin: make test-gpu PYTHON=python3
 test-gpu:
 	$(PYTHON) -m pytest tests -m gpu
+
+# What `make test-gpu` launches, compiled for an H200 without one: with TRITON_CACHE_DIR a GPU's machine starts from there.
+compile-gpu-tests: export TRITON_CACHE_DIR ?= $(CURDIR)/build/triton
+compile-gpu-tests:
+	$(PYTHON) -m pytest -p tests.ahead tests -m gpu -n 2
 
 # Out-of-bounds reads and writes of every Triton kernel, on a GPU. Each array is an allocation of its own, so that its end is one.
 # The first run compiles, the second is watched.

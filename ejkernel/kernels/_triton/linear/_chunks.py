@@ -12,7 +12,8 @@ from ejkernel.callib import cdiv
 from ejkernel.kernels._triton.linear._plan import Plan
 
 Array = jax.Array
-PROGRAMS_TO_FILL = 264  # two for each of an H200's 132 multiprocessors: fewer scanning programs leave it idle
+MULTIPROCESSORS = 132  # of an H100 or H200
+PROGRAMS_TO_FILL = 2 * MULTIPROCESSORS  # fewer scanning programs leave it idle
 ENOUGH_PROGRAMS = 120  # nearly one for each: what a second would win is less than the first pass over half of the rows costs
 MAX_SEGMENTS = 32
 MAX_TOGETHER = 8

@@ -15,7 +15,7 @@ import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
-from ejkernel.kernels._triton.linear._chunks import Array
+from ejkernel.kernels._triton.linear._chunks import MULTIPROCESSORS, Array
 from ejkernel.kernels._triton.linear._plan import gate_parts, tile
 from ejkernel.kernels._triton.linear.kernels import gated_axis, other_axis, weak_chunks
 from ejkernel.kernels._triton.linear.routes.route import Gradients
@@ -27,7 +27,6 @@ except (ImportError, AttributeError):  # a Triton whose Gluon has other names
     weak_axis_warpgroups = None  # type: ignore[assignment]
 
 Outputs = dict[str, jax.ShapeDtypeStruct | None]  # dx, dy, dg
-MULTIPROCESSORS = 132  # of an H100 or H200
 SLOTS = {  # (K, V): those of keys, values and scores that fit into Hopper's shared memory
     (128, 128): (2, 1, 1), (128, 64): (2, 2, 1), (64, 128): (2, 2, 2), (64, 64): (4, 2, 2),
 }  # fmt: skip

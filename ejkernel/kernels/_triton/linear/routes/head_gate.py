@@ -11,7 +11,7 @@ import numpy as np
 from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels._linear.config import RecurrenceConfig
 from ejkernel.kernels._triton.linear._call import Call, heads, shape, states_in_chunks
-from ejkernel.kernels._triton.linear._chunks import PROGRAMS_TO_FILL, Array, Segments
+from ejkernel.kernels._triton.linear._chunks import MULTIPROCESSORS, Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.kernels import head_gate
 from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
@@ -326,6 +326,6 @@ def _chunk_gradients_by_warpgroups(call: Call, do: Array, starts: Array, ends: A
             "units": units, **chunks.arguments,
         },
         out_shape=out, kernel=head_gate_backward_warpgroups.head_gate_backward_by_warpgroups,
-        grid=(min(units, PROGRAMS_TO_FILL // 2),), H=H, HK=heads(k), K=K, V=V, C=plan.C, SIGN=plan.sign, EVEN=chunks.even,
+        grid=(min(units, MULTIPROCESSORS),), H=H, HK=heads(k), K=K, V=V, C=plan.C, SIGN=plan.sign, EVEN=chunks.even,
         SLOTS=slots, TILES=tiles, SCORES=1, COPY_REGISTERS=112, SCORE_REGISTERS=96, KEY_REGISTERS=144,
     )  # fmt: skip

@@ -1,0 +1,18 @@
+"""The tests of the GPU can be compiled where there is none."""
+
+import pytest
+
+pytest.importorskip("triton", reason="the triton platform needs Triton")
+
+from tests.triton.processes import outside
+
+
+@pytest.mark.long
+def test_what_a_gpu_test_launches_is_compiled_without_one(tmp_path):
+    printed = outside(
+        "-m", "pytest", "-p", "tests.ahead", "-p", "no:cacheprovider", "-rs", "-m", "gpu", "tests/triton/test_gpu.py",
+        "-k", "test_matches_float64 and g-mild-1x300x2x2x128", environment={"TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert "compiled 4 launches" in printed
+    compiled = {path.stem for path in tmp_path.glob("*/*.ptx")}
+    assert compiled == {"running_log_decays", "head_gate_scan_by_warpgroups", "head_gate_backward_by_warpgroups"}
