@@ -39,6 +39,7 @@ _WEAK_ROWS = (
 _WEAK_AXIS = (
     "grouped heads at lengths that 64 does not divide (Triton 3.6: 168); r1 0.239 ms (64 bytes, 3.6), 0.41 with 664 bytes"
 )
+_KEY_SCAN = "0.149 ms on r1 forward and 0.174 back (24 bytes where rows are full, 3.6); 72 bytes 0.156, by rows 0.226 forward"
 _NARROW_SCAN = "only the segments' ends; 64 value channels 0.334 ms on r4 for everything, before `scan_rows_wide`"
 _WIDE_SCAN = (
     "both passes with states 0.74 to 0.79 ms on r4 (48 bytes, Triton 3.6), 1.00 by `scan_rows`; without states nothing spills"
@@ -53,9 +54,12 @@ _DELTA_GATED = (
 )
 _ROWS_SPLIT = "strongly gated chunks; 0.74 ms on r1 for both axes, 128 channels a turn 0.88"
 _KEY_VALUE_SCAN = "0.28 ms on r1 (432 bytes, Triton 3.6); 0.27 without the loop for strongly gated chunks, which spills"
-_DELTA_KEPT = "0.155 ms on r1 of the delta rule with states and scores kept (76 bytes where rows are full), `delta_scan` 0.188"
+_DELTA_KEPT = (
+    "0.155 ms on r1 of the delta rule with states and scores kept (76 bytes where rows are full, no initial state), "
+    "`delta_scan` 0.188; packed 0.437 with 64 bytes, 0.553 with fewer registers for copies"
+)
 _DELTA_ROWS = "0.098 ms on r1, forward alone (nothing spilled where rows are full), `delta_scan` 0.132; else not timed"
-_DELTA_BACK = "0.148 ms on r1 of the delta rule (20 bytes where rows are full), `delta_adjoint_scan` 0.170"
+_DELTA_BACK = "0.142 ms on r1 of the delta rule, `delta_adjoint_scan` 0.170; packed 0.394, with fewer registers to copy 0.436"
 _DELTA = "0.72 ms on r1 of the delta rule for forward and gradient; no other tiles were faster"
 _DELTA_WIDE = "256 channels of the delta rule: not tuned, not measured"
 _DELTA_AHEAD = "by Triton 3.9 alone: 3.6, which was measured, spills nothing here"
@@ -79,6 +83,7 @@ SPILLS = [
     Spill(90, "gk", "gated_axis", 272, _AXIS),
     Spill(90, "gk", "weak_rows", 160, _WEAK_ROWS),
     Spill(90, "gk", "weak_axis_by_warpgroups", 496, _WEAK_AXIS),
+    Spill(90, "gk", "key_gate_scan_by_warpgroups", 152, _KEY_SCAN),
     Spill(90, "gk wide", "weak_rows", 400, "128 channels a turn 0.159 ms on r4; 64 and 168 registers 0.170"),
     Spill(90, "gk wide", "weak_axis", 520, "0.935 ms on r4; 64 other channels a turn 1.17, 32 channels 1.22"),
     Spill(90, "gk wide", "gated_rows", 960, _ROWS),
@@ -122,8 +127,8 @@ SPILLS = [
     Spill(80, "gk gv", "gated_axis", 192, _AMPERE),
     Spill(80, "all float32", "state_scan", 128, _EXACT),
     Spill(80, "all float32", "general_gated_axis", 1536, _EXACT),
-    Spill(90, "delta head", "delta_scan_by_warpgroups", 336, _DELTA_KEPT),
-    Spill(90, "delta head", "delta_adjoint_scan_by_warpgroups", 160, _DELTA_BACK),
+    Spill(90, "delta head", "delta_scan_by_warpgroups", 432, _DELTA_KEPT),
+    Spill(90, "delta head", "delta_adjoint_scan_by_warpgroups", 88, _DELTA_BACK),
     Spill(90, "delta head", "delta_head_gradients", 64, _DELTA),
     Spill(90, "delta none wide", "delta_scan", 304, _DELTA_WIDE),
     Spill(90, "delta none wide", "delta_adjoint_scan", 384, _DELTA_WIDE),
@@ -196,7 +201,7 @@ SPILLS = [
     Spill(80, "attention float32", "flash_forward", 232, _EXACT),
     Spill(80, "attention float32", "flash_key_gradient", 448, _EXACT),
     Spill(80, "attention float32", "flash_bias_gradient", 624, _EXACT),
-    Spill(90, "delta channel", "delta_scan_by_warpgroups", 240, _DELTA_ROWS),
+    Spill(90, "delta channel", "delta_scan_by_warpgroups", 296, _DELTA_ROWS),
     Spill(90, "delta channel", "delta_adjoint_scan_by_warpgroups", 144, _DELTA_ROWS),
     Spill(90, "delta channel float32", "delta_segment_ends", 336, _EXACT),
     Spill(90, "delta channel wide", "delta_segment_starts", 680, _DELTA_WIDE),
