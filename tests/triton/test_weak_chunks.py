@@ -1,6 +1,7 @@
 """Weakly gated chunks take a shorter way than the exact tree: which ones are, and that both ways agree."""
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from ejkernel.kernels._triton.linear._plan import Plan
 from ejkernel.kernels._triton.linear.kernels.tiles import nearest_tf32
 from ejkernel.kernels._triton.linear.routes import route_of
 from ejkernel.kernels._triton.linear.routes.rows import rows_of_keys
+from ejkernel.kernels._triton.linear.routes.scans import Begun, Ends, Scanned, scan_rows
 from ejkernel.testing.compare import relative_rms
 from tests.triton.along import plan_of, run_along
 from tests.triton.linear_cases import Case
@@ -59,6 +61,39 @@ def test_both_ways_agree(case):
     for most in (80.0, -1.0):
         route = route_of(plan_of(case, weak_limit=most))
         assert worst(run_along(case, route), want) < 6e-3, most
+
+
+def scanned_in_part(call, q, k, v, begin, output, *, adjoint=False, keep, done=None):
+    """What `key_gate_scan_by_warpgroups` hands over, by portable kernels: every other head of a sequence, NaN elsewhere."""
+    rows = rows_of_keys(call, block_decays=False, low=True).as_arguments(low=adjoint, adjoint=adjoint)
+    o, final, states = scan_rows(call, rows, v, begin, output, wide=False, adjoint=adjoint, keep=keep)
+    H, chunks = call.dims[2], call.chunks
+    seq = jnp.arange(chunks.count) // chunks.per_sequence if chunks.table is None else chunks.table[2]
+    of_sequences = (jnp.arange(call.sequences)[:, None] + jnp.arange(H)) % 2  # [N, H]: of one segment each
+    of_chunks = of_sequences[seq]
+    of_tokens = jnp.repeat(of_sequences, call.dims[1], 0).reshape(call.dims[:3])
+    if call.cu_seqlens is not None:
+        of_tokens = jnp.repeat(of_sequences, jnp.diff(call.cu_seqlens), 0, total_repeat_length=call.dims[1])[None]
+    left = lambda x, kept: None if x is None else jnp.where(jnp.expand_dims(kept, range(kept.ndim, x.ndim)) != 0, x, jnp.nan)
+    begun = Scanned(left(o, of_tokens), left(final, of_sequences), left(states, of_chunks))
+    return Begun(call.segments(2), Ends(), of_chunks.astype(jnp.int32) if done is None else done, begun)
+
+
+IN_PART = [
+    Case(("gk",), shape=(2, 130, 2, 1, 64, 64), state=True, dtype="bfloat16", gate_dtype="bfloat16", block_q=64),
+    Case(("gk",), shape=(1, 130, 2, 2, 64, 64), cu_seqlens=(0, 5, 5, 70, 130), state=True, reverse=True, dtype="bfloat16",
+         gate_dtype="bfloat16", block_q=64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_PART, ids=str)
+def test_what_a_scan_by_warpgroups_has_left_is_filled_up(case, monkeypatch):
+    route = route_of(plan_of(case))
+    want = run_along(case, route)
+    module = sys.modules[type(route).__module__]
+    monkeypatch.setattr(module, "_in_one_scan", lambda call: True)
+    monkeypatch.setattr(module, "_scan_weak_segments", scanned_in_part)
+    jax.tree.map(np.testing.assert_array_equal, run_along(case, route), want)
 
 
 def test_a_chunk_is_left_to_the_exact_kernels_by_any_of_its_turns():
