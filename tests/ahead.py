@@ -53,7 +53,7 @@ def pytest_load_initial_conftests() -> None:
         _seen.compiled += 1
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
-    compiling.run_compiled = compile_only
+    compiling.run_compiled = compile_only  # type: ignore[assignment]
 
 
 @pytest.hookimpl(wrapper=True)
