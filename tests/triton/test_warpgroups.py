@@ -11,8 +11,10 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
+from ejkernel.callib import Launch, compile_for, instead_of_launching
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._linear import LinearConfig
+from ejkernel.kernels._triton import recurrent
 from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
 from ejkernel.kernels._triton.gated_delta_rule.routes import route_of as route_of_delta
 from ejkernel.kernels._triton.linear._launches import arrays_of, launches
@@ -66,6 +68,24 @@ def test_weakly_gated_segments_of_a_key_gate_on_hopper():
         assert key_gate_launches(K, V, tokens=200) == scan  # one segment
         assert key_gate_launches(K, V, tokens=16384) == scan | ends
         assert key_gate_launches(K, V, packed=True) == scan | ends
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_a_key_gate_goes_back_along_the_segments_that_it_came(packed):
+    """Though `vmap` gives the backward pass alone 64 times the batch: what was scanned in one kernel has no gated rows."""
+    arrays = {name: jax.ShapeDtypeStruct((1, 16384, 2, 128), jnp.bfloat16) for name in ("query", "key", "value", "gk")}
+    cu_seqlens = jax.ShapeDtypeStruct((3,), jnp.int32) if packed else None
+
+    def run(arrays, cu_seqlens, adjoints):
+        _, pull = jax.vjp(lambda arrays: recurrent(**arrays, cu_seqlens=cu_seqlens)[0], arrays)
+        return jax.vmap(pull)(adjoints)
+
+    seen: list[Launch] = []
+    with compile_for(90), instead_of_launching(seen.append):
+        jax.eval_shape(run, arrays, cu_seqlens, jax.ShapeDtypeStruct((64, 1, 16384, 2, 128), jnp.bfloat16))
+    scans = [launch for launch in seen if launch.name == "key_gate_scan_by_warpgroups"]
+    assert {launch.constants["ADJOINT"] for launch in scans} == {False, True}
+    assert len({dict(zip(launch.names, launch.args, strict=False))["SC"] for launch in scans}) == 1
 
 
 def test_all_other_key_gates_by_the_portable_kernels():

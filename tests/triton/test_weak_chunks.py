@@ -71,11 +71,13 @@ def scanned_in_part(call, q, k, v, begin, output, *, adjoint=False, keep, done=N
     seq = jnp.arange(chunks.count) // chunks.per_sequence if chunks.table is None else chunks.table[2]
     of_sequences = (jnp.arange(call.sequences)[:, None] + jnp.arange(H)) % 2  # [N, H]: of one segment each
     of_chunks = of_sequences[seq]
-    of_tokens = jnp.repeat(of_sequences, call.dims[1], 0).reshape(call.dims[:3])
-    if call.cu_seqlens is not None:
+    if call.cu_seqlens is None:
+        of_tokens = jnp.repeat(of_sequences[:, None], call.dims[1], 1)  # [B, T, H]
+    else:
         of_tokens = jnp.repeat(of_sequences, jnp.diff(call.cu_seqlens), 0, total_repeat_length=call.dims[1])[None]
     left = lambda x, kept: None if x is None else jnp.where(jnp.expand_dims(kept, range(kept.ndim, x.ndim)) != 0, x, jnp.nan)
-    begun = Scanned(left(o, of_tokens), left(final, of_sequences), left(states, of_chunks))
+    is_empty = False if call.cu_seqlens is None else (jnp.diff(call.cu_seqlens) == 0)[:, None]  # nothing is left of those
+    begun = Scanned(left(o, of_tokens), left(final, of_sequences | is_empty), left(states, of_chunks))
     return Begun(call.segments(2), Ends(), of_chunks.astype(jnp.int32) if done is None else done, begun)
 
 
@@ -91,9 +93,18 @@ def test_what_a_scan_by_warpgroups_has_left_is_filled_up(case, monkeypatch):
     route = route_of(plan_of(case))
     want = run_along(case, route)
     module = sys.modules[type(route).__module__]
-    monkeypatch.setattr(module, "_in_one_scan", lambda call: True)
-    monkeypatch.setattr(module, "_scan_weak_segments", scanned_in_part)
-    jax.tree.map(np.testing.assert_array_equal, run_along(case, route), want)
+    monkeypatch.setattr(module, "_in_one_scan", lambda plan, arrays: True)
+    scans: list[bool] = []
+
+    def counted(*args, adjoint=False, **rest):
+        scans.append(adjoint)
+        return scanned_in_part(*args, adjoint=adjoint, **rest)
+
+    monkeypatch.setattr(module, "_scan_weak_segments", counted)
+    jax.clear_caches()  # of the route as it is
+    found = run_along(case, route)
+    assert set(scans) == {False, True}
+    jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
 def test_a_chunk_is_left_to_the_exact_kernels_by_any_of_its_turns():

@@ -34,11 +34,9 @@ class Chunks:
 
     @classmethod
     def of(cls, plan: Plan, B: int, T: int, cu_seqlens: Array | None) -> Chunks:
+        count, per = chunk_counts(plan, B, T, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         if cu_seqlens is None:
-            per = cdiv(T, plan.C)
-            return cls(plan, T, B * per, per, T % plan.C == 0, None, None)
-        N = cu_seqlens.shape[0] - 1
-        count = T // plan.C + N
+            return cls(plan, T, count, per, T % plan.C == 0, None, None)
         chunks_of = -(-jnp.diff(cu_seqlens) // plan.C)  # [N]
         first = starts(chunks_of, plan.compare_all)
         index = jnp.arange(count, dtype=jnp.int32)
@@ -80,13 +78,11 @@ class Segments:
     @classmethod
     def of(cls, cut: Chunks, sequences: int, programs: int) -> Segments:
         """Args: programs: how many programs scan one segment of every sequence."""
-        if cut.table is None:
-            return cls.dense(cut, sequences, length_to_fill(cut.per_sequence, programs, cut.plan.min_segment))
-        # Packed lengths are not known here. One sequence may hold nearly all chunks, so segments are sized by the total.
-        across = max(1, programs // sequences)
-        # Uneven lengths leave programs idle at the end, so there are twice as many as fill the device.
-        wanted = min(cdiv(2 * PROGRAMS_TO_FILL, across), MAX_SEGMENTS)
-        return cls.packed(cut, sequences, max(cut.plan.min_segment, cdiv(cut.count, wanted)))
+        packed = cut.table is not None
+        length = cut.plan.segment
+        if length is None:
+            length = segment_length(cut.plan, cut.count, cut.per_sequence, sequences, programs, packed=packed)
+        return cls.packed(cut, sequences, length) if packed else cls.dense(cut, sequences, length)
 
     @classmethod
     def dense(cls, cut: Chunks, sequences: int, length: int) -> Segments:
@@ -126,6 +122,26 @@ class Segments:
     def arguments(self) -> dict[str, Any]:
         """What tells a kernel where its segment lies."""
         return {"segments": self.table, "NS": self.per_sequence, "SC": self.length}
+
+
+def chunk_counts(plan: Plan, B: int, T: int, packed: int | None) -> tuple[int, int]:
+    """(all chunks, those of a sequence; packed all as well); packed: how many sequences, or None."""
+    if packed is None:
+        per = cdiv(T, plan.C)
+        return B * per, per
+    count = T // plan.C + packed
+    return count, count
+
+
+def segment_length(plan: Plan, count: int, per_sequence: int, sequences: int, programs: int, *, packed: bool) -> int:
+    """Chunks of a segment of so many in all and per sequence; programs: how many scan one segment of every sequence."""
+    if not packed:
+        return length_to_fill(per_sequence, programs, plan.min_segment)
+    # Packed lengths are not known here. One sequence may hold nearly all chunks, so segments are sized by the total.
+    across = max(1, programs // sequences)
+    # Uneven lengths leave programs idle at the end, so there are twice as many as fill the device.
+    wanted = min(cdiv(2 * PROGRAMS_TO_FILL, across), MAX_SEGMENTS)
+    return max(plan.min_segment, cdiv(count, wanted))
 
 
 def length_to_fill(chunks: int, programs: int, least: int) -> int:

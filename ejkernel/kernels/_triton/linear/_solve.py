@@ -53,6 +53,7 @@ def _solve_forward(route: Route, arrays: dict[str, Any], cu_seqlens: Any) -> Any
     route = route.differentiated(constant_decay="g_gamma" in arrays and arrays["g_gamma"].perturbed)
     arrays = {name: x.value for name, x in arrays.items()}
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.value
+    route = route.agreed(arrays, cu_seqlens)
     output, *rest = _forward(route, True, not_differentiable(arrays), cu_seqlens)
     output, (final, saved) = named(RECURRENCE_OUTPUT, output), named(RECURRENCE_STATES, rest)
     return (output, final), (Taken(route), arrays, cu_seqlens, saved)

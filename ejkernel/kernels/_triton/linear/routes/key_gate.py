@@ -10,7 +10,7 @@ import numpy as np
 
 from ejkernel.callib import triton_call
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
-from ejkernel.kernels._triton.linear._chunks import Array, Segments
+from ejkernel.kernels._triton.linear._chunks import Array, Segments, chunk_counts, segment_length
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.routes.axis import AxisLaunch, axes, gradients, gradients_of_axes, scores_in_blocks
 from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
@@ -24,6 +24,7 @@ except (ImportError, AttributeError):  # a Triton whose Gluon has other names
 
 STAGE = 64 << 10  # bytes of q, k, v and g of a chunk with 128 channels, of which two are in shared memory
 RING = 192 << 10  # bytes of k, v and g of the chunks that are in shared memory for the segments' ends
+TILES = 2  # a program of these scans fills a multiprocessor, as two others do
 CHANGES: Changes = (
     {"block_d": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2}, {"num_stages": 2, "block_d": 32},
 )  # fmt: skip
@@ -33,6 +34,9 @@ CHANGES: Changes = (
 class KeyGate(Route):
     """Gated rows and intra-chunk scores of the key channels are made chunk by chunk. A scan of them makes the outputs and, back
     in time, dv. The gradient of the key channels is then made chunk by chunk.
+
+    On Hopper segments that are weakly gated throughout are scanned before that, from q, k, v and the gate in one kernel, and
+    the others are filled up.
     """
 
     wide_tiles: bool
@@ -50,10 +54,21 @@ class KeyGate(Route):
     def name(self) -> str:
         return self.title + (", wide tiles" if self.wide_tiles else "")
 
+    def agreed(self, arrays: dict[str, Any], cu_seqlens: Array | None) -> Route:
+        """Segments: of those that are scanned in one kernel there are no gated rows to go back along others."""
+        if not _in_one_scan(self.plan, arrays):
+            return self
+        B, T, H, _ = arrays["query"].shape
+        N = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        sequences = B if N is None else N
+        counts = chunk_counts(self.plan, B, T, N)
+        length = segment_length(self.plan, *counts, sequences, sequences * H * TILES, packed=N is not None)
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, segment=max(1, length)))
+
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
         q, k, v = call.query_key_value
         begin, output = call.get("initial_state"), call.plan.output
-        begun = _scan_weak_segments(call, q, k, v, begin, output, keep=keep) if _in_one_scan(call) else None
+        begun = _scan_weak_segments(call, q, k, v, begin, output, keep=keep) if _in_one_scan(call.plan, call.arrays) else None
         done = None if begun is None else begun.done
         rows = rows_of_keys(call, block_decays=keep, low=keep, done=done)
         scanned = scan_rows(
@@ -83,10 +98,9 @@ class KeyGate(Route):
         return CHANGES
 
 
-def _in_one_scan(call: Call) -> bool:
+def _in_one_scan(plan: Plan, arrays: dict[str, Any]) -> bool:
     """Whether `key_gate_scan_by_warpgroups` scans the weakly gated segments: on Hopper, where nothing else decays and no
     configuration names other tiles."""
-    plan, arrays = call.plan, call.arrays
     covered = plan.warpgroups and plan.gates == {"gk"} and {plan.K, plan.V} <= {64, 128} and not plan.named_scan_tiles
     low = all(arrays[name].dtype == jnp.bfloat16 for name in ("query", "key", "value", "gk"))
     return covered and low and key_gate_warpgroups is not None
@@ -99,7 +113,7 @@ def _scan_weak_segments(
     """`key_gate_scan_by_warpgroups` on (q, k, v), or adjoint on (k, q, do) of the segments that `done` says."""
     plan, (B, T, H, _, _), chunks = call.plan, call.dims, call.chunks
     K, V, gk = k.shape[3], v.shape[3], call.arrays["gk"]
-    segments = call.segments(2)  # such a program fills a multiprocessor, as two others do
+    segments = call.segments(TILES)
     ends = _segment_ends(call, k, v, segments, adjoint)
     # Where rows may be missing, those that copy need more registers for their masks.
     copy, score, value = (24, 168, 160) if chunks.even else (40, 152, 160)

@@ -53,6 +53,10 @@ class Route:
         """The route of a call whose gradient will be asked for. constant_decay: that of g_gamma, too."""
         return self
 
+    def agreed(self, arrays: dict[str, Any], cu_seqlens: Array | None) -> Route:
+        """With what forward and backward must agree on even where `vmap` or a mesh gives one of them another batch."""
+        return self
+
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
         """(output, final state, what `backward` starts from if it is to be kept)."""
         raise NotImplementedError
