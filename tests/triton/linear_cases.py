@@ -15,13 +15,21 @@ GATES = {
     "resets": lambda x: jnp.where(x > 1.5, -1e4, jax.nn.log_sigmoid(x) / 16),
     "-inf": lambda x: jnp.where(x > 1.5, -jnp.inf, jax.nn.log_sigmoid(x) / 16),
     "positive": lambda x: x * 0.05,
-    "resets now and then": lambda x: jnp.where(_in_odd_chunk(x) & (x > 1.5), -1e4, jax.nn.log_sigmoid(x) / 16),
+    "resets now and then": lambda x: jnp.where(_in_odd(x, 64) & (x > 1.5), -1e4, jax.nn.log_sigmoid(x) / 16),
 }
 
 
-def _in_odd_chunk(x: jax.Array) -> jax.Array:
-    """Which tokens of a gate [B, T, ...] lie in chunks 1, 3, ... of 64."""
-    return (jnp.arange(x.shape[1]) // 64 % 2 == 1).reshape(1, -1, *[1] * (x.ndim - 2))
+def _in_odd(x: jax.Array, length: int) -> jax.Array:
+    """Which tokens of a gate [B, T, ...] lie in runs 1, 3, ... of so many."""
+    return (jnp.arange(x.shape[1]) // length % 2 == 1).reshape(1, -1, *[1] * (x.ndim - 2))
+
+
+# Those that say something of long sequences or of several heads alone.
+LONG_GATES = GATES | {
+    "resets in some segments": lambda x: jnp.where(_in_odd(x, 512) & (x > 1.5), -1e4, jax.nn.log_sigmoid(x) / 16),
+    "resets in one head": lambda x: jnp.where((jnp.arange(x.shape[2]) == 0)[:, None] & (x > 1.5), -1e4, x * 0.01 - 0.02),
+    "at sequences' beginnings": lambda x: jnp.where((jnp.arange(x.shape[1]) % 64 == 0)[:, None, None], -78.0, x * 0.01 - 0.02),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +61,7 @@ class Case:
         keys = iter(jax.random.split(jax.random.key(seed), 10))
         normal = lambda *s: jax.random.normal(next(keys), s, jnp.float32)
         Hg = H if self.gate_heads == "H" else Hkv
-        gate = GATES[self.strength]
+        gate = LONG_GATES[self.strength]
         out = {"query": normal(B, T, H, K), "key": normal(B, T, Hkv, K), "value": normal(B, T, Hkv, V)}
         out = {n: x.astype(self.dtype) for n, x in out.items()}
         all_gates = {

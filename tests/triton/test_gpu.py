@@ -72,6 +72,10 @@ KEY_GATE = [  # by `key_gate_scan_by_warpgroups` on Hopper where segments are we
     ),
     *(Case(("gk",), "mild", (1, 8192, 1, 1, K, K), state=True, **KEY) for K in (64, 128)),  # splits the sequence
     Case(("gk",), "resets now and then", (1, 8192, 1, 1, 128, 128), state=True, **KEY),
+    Case(("gk",), "resets in some segments", (1, 8192, 1, 1, 128, 128), state=True, **KEY),
+    Case(("gk",), "resets in some segments", (1, 4096, 2, 1, 64, 64), state=True, reverse=True, **KEY),
+    Case(("gk",), "resets in one head", (2, 512, 2, 2, 128, 64), state=True, **KEY),
+    Case(("gk",), "at sequences' beginnings", (1, 601, 2, 2, 64, 128), cu_seqlens=LONG, state=True, **KEY),
     *(
         Case(("gk",), "mild", (1, 601, 4, 2, K, V), cu_seqlens=LONG, state=True, reverse=reverse, **KEY)
         for K, V in ((128, 128), (64, 64))

@@ -22,7 +22,8 @@ class TritonLinear(TritonRecurrence[LinearProblem, LinearConfig]):
         num_stages   loads in flight: every loop over chunks, and over channels of a head gate's gradient
 
     With 129 to 256 key channels, any of block_d, num_warps and num_stages takes `scan_rows` with them instead of
-    `scan_rows_wide`, whose tiles are fixed.
+    `scan_rows_wide`, whose tiles are fixed. So it is on Hopper with the kernels by warpgroups: each of these fields takes the
+    portable ones with it instead, block_k those of the gradient.
     """
 
     max_channels = 512

@@ -79,7 +79,6 @@ def copy_chunks(
             copy_rows(v, part, token, rows, head // (H // HV), i * TILE, HV, V, C, TILE, ORDER, EVEN)
         async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
         slot, phase = next_slot(slot, phase, STAGES)
-    async_copy.wait_group(0)  # nothing is still written when the program ends
 
 
 @gluon.jit

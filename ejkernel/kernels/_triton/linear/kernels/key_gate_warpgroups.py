@@ -85,7 +85,8 @@ def copy_chunks(
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
         slot, phase = next_slot(slot, phase, STAGES)
         n += 1
-    async_copy.wait_group(0)  # nothing is still written when the program ends
+    async_copy.commit_group()
+    async_copy.wait_group(0)  # nothing is still written when a program ends that has left its segment
 
 
 @gluon.jit

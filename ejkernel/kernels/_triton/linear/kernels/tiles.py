@@ -6,8 +6,8 @@ and read as steps that change nothing.
 
 Sums of log decays are matrix products with 0/1 matrices on the tensor cores: the decays are split into bfloat16 parts whose sum
 is exact, and each sum runs over just the steps it spans, so nothing is subtracted (but in `weak_chunks`, `key_value_scan`,
-`head_decays` and `head_gate_backward`, which say when they may). -inf is clamped to -1e30, whose exponential is 0 as well but
-whose product with 0 is not NaN.
+`head_decays` and `head_gate_backward`, which say when they may, and their forms by warpgroups). -inf is clamped to -1e30, whose
+exponential is 0 as well but whose product with 0 is not NaN.
 """
 
 # ruff: noqa: RUF005  (Triton knows tuples and their sums, but not iterable unpacking)
