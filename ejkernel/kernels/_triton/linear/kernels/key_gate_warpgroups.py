@@ -41,6 +41,7 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     exp2,
     next_slot,
     split_bfloat16,
+    store_tile,
     warpgroup_barrier,
 )
 
@@ -219,8 +220,6 @@ def scan_values(
     full, empty, ready, taken = barriers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 16])
     rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    # Two neighbours of float32 are a sector already; of bfloat16 they are exchanged between threads first.
-    out_layout: gl.constexpr = layout if o.dtype.element_ty == gl.float32 else rows_layout
     BEFORE: gl.constexpr = 1 if ADJOINT else 0
     AFTER: gl.constexpr = 1 - BEFORE
     _g, first, count, seq, _place, _total = segment
@@ -268,14 +267,7 @@ def scan_values(
         mbarrier.arrive(empty.index(slot), count=1)
         mbarrier.arrive(taken.index(place), count=1)
         S *= after
-        out = gl.convert_layout(bo.to(o.dtype.element_ty), out_layout)
-        r = gl.arange(0, C, gl.SliceLayout(1, out_layout))[:, None]
-        j = col + gl.arange(0, TILE, gl.SliceLayout(0, out_layout))[None, :]
-        at = o + (token * H + head) * V + ((SIGN * H * V) * r + j)
-        if EVEN:
-            gl.store(at, out)
-        else:
-            gl.store(at, out, mask=(r < rows) & (j < V))
+        store_tile(o, bo, token, rows, head, col, H, V, C, SIGN, EVEN)
         slot, phase = next_slot(slot, phase, STAGES)
         place, turn = next_slot(place, turn, SCORES)
         n += 1

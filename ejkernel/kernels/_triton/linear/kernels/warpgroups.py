@@ -58,6 +58,25 @@ def copy_rows(
 
 
 @gluon.jit
+def store_tile(
+    x, value, token, rows, head, col, HEADS: gl.constexpr, D: gl.constexpr, C: gl.constexpr, SIGN: gl.constexpr,
+    EVEN: gl.constexpr,
+):  # fmt: skip
+    """Writes value [C, TILE] to a chunk's rows of x [tokens, HEADS, D], columns from `col` on; rows outside are left."""
+    by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    # Two neighbours of float32 are a sector already; of bfloat16 they are exchanged between threads first.
+    layout: gl.constexpr = value.type.layout if x.dtype.element_ty == gl.float32 else by_rows
+    found = gl.convert_layout(value.to(x.dtype.element_ty), layout)
+    r = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
+    c = col + gl.arange(0, TILE, gl.SliceLayout(0, layout))[None, :]
+    at = x + (token * HEADS + head) * D + ((SIGN * HEADS * D) * r + c)
+    if EVEN:
+        gl.store(at, found)
+    else:
+        gl.store(at, found, mask=(r < rows) & (c < D))
+
+
+@gluon.jit
 def split_bfloat16(x):
     """bfloat16's high and low part of x, two at a time: left to the compiler, parts are taken out of registers and put back."""
     return gl.inline_asm_elementwise(
