@@ -88,6 +88,20 @@ def test_a_key_gate_goes_back_along_the_segments_that_it_came(packed):
     assert len({dict(zip(launch.names, launch.args, strict=False))["SC"] for launch in scans}) == 1
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+def test_segments_of_a_batch_that_devices_may_share(devices, monkeypatch):
+    """Enough to fill a device with what it may be left with: 16 heads of one sequence, not of eight."""
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    x = jax.ShapeDtypeStruct((8, 16384, 16, 128), jnp.bfloat16)
+    seen: list[Launch] = []
+    with compile_for(90), instead_of_launching(seen.append):
+        loss = lambda arrays: recurrent(**arrays)[0].astype(jnp.float32).sum()
+        jax.clear_caches()
+        jax.eval_shape(jax.grad(loss), dict.fromkeys(("query", "key", "value", "gk"), x))
+    lengths = [dict(zip(s.names, s.args, strict=False))["SC"] for s in seen if s.name == "key_gate_scan_by_warpgroups"]
+    assert lengths == [256 if devices == 1 else 32] * 2
+
+
 def test_all_other_key_gates_by_the_portable_kernels():
     assert not key_gate_launches(100, 64)
     assert not key_gate_launches(128, 256)

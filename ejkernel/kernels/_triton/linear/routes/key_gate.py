@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel._device import may_be_split
+from ejkernel._meshes import inside_shard_map
 from ejkernel.callib import triton_call
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array, Segments, chunk_counts, segment_length
@@ -59,6 +62,8 @@ class KeyGate(Route):
         if not _in_one_scan(self.plan, arrays):
             return self
         B, T, H, _ = arrays["query"].shape
+        if may_be_split(arrays.values()) and not inside_shard_map():  # as many rows as a device may be left with
+            B = max(1, B // jax.device_count())
         N = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
         sequences = B if N is None else N
         counts = chunk_counts(self.plan, B, T, N)
