@@ -165,13 +165,13 @@ CASES += [
 
 
 def kernels() -> set[str]:
-    """The functions of the platform that are launched: those that ask which program they are."""
+    """The functions of the platform that are launched: those that ask which program they are, or start warpgroups."""
     found = set()
     for module in pkgutil.walk_packages(_triton.__path__, _triton.__name__ + "."):
         for thing in vars(importlib.import_module(module.name)).values():
             function = getattr(thing, "fn", None)
             source = "" if function is None else inspect.getsource(function)
-            asks = any(f" = {asked}(" in source for asked in ("program_at", "tl.program_id", "gl.program_id"))
+            asks = any(text in source for text in (" = program_at(", " = tl.program_id(", "gl.warp_specialize("))
             if asks and function.__name__ != "program_at":
                 found.add(name_of(thing))
     return found
