@@ -41,7 +41,7 @@ def test_segments_that_are_weakly_gated_throughout(strength):
     call = Call.of(plan, arrays, None)
     route = sys.modules[type(route_of(plan)).__module__]
     begun = route._scan_weak_segments(call, *call.query_key_value, arrays["initial_state"], plan.output, keep=False)
-    of_segment = np.asarray([*weakly_gated(np.asarray(arrays["gk"]))]).reshape(begun.segments.count, -1, 2).all(1)
+    of_segment = weakly_gated(np.asarray(arrays["gk"])).reshape(begun.segments.count, -1, 2).all(1)
     np.testing.assert_array_equal(np.asarray(begun.done) != 0, np.repeat(of_segment, begun.segments.length, 0))
     assert begun.segments.count > 1
     if strength == "resets in some segments":

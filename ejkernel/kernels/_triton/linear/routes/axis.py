@@ -27,7 +27,9 @@ except (ImportError, AttributeError):  # a Triton whose Gluon has other names
     weak_axis_warpgroups = None  # type: ignore[assignment]
 
 Outputs = dict[str, jax.ShapeDtypeStruct | None]  # dx, dy, dg
-SLOTS = {  # (K, V): those of keys, values and scores that fit into Hopper's shared memory
+# (K, V): slots of keys, values and scores that fit into Hopper's shared memory. With 64 key channels two warpgroups take turns,
+# so there all numbers are even: a slot then always has the same one.
+SLOTS = {
     (128, 128): (2, 1, 1), (128, 64): (2, 2, 1), (64, 128): (2, 2, 2), (64, 64): (4, 2, 2),
 }  # fmt: skip
 
