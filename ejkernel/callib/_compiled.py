@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from ejkernel.callib._decorated import is_gluon
+
 POINTER_ALIGNMENT = 16  # bytes; XLA's buffers are aligned to more, and this is what Triton vectorises by
 _DTYPES = {
     "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32",
@@ -73,7 +75,7 @@ def compile_kernel(
 
 def _language_of(kernel: Any) -> Any:
     """What reads a kernel's source: Triton, or Gluon for a `@gluon.jit` function."""
-    if kernel.is_gluon():
+    if is_gluon(kernel):
         from triton.experimental.gluon._runtime import GluonASTSource
 
         return GluonASTSource

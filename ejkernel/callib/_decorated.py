@@ -12,6 +12,11 @@ from typing import Any
 COMPILE_OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
+def is_gluon(kernel: Any) -> bool:
+    """Whether a kernel was decorated by `@gluon.jit`."""
+    return type(kernel).__name__ == "GluonJITFunction"
+
+
 def undecorated(kernel: Any) -> tuple[Any, dict[str, Callable[[dict[str, Any]], Any]]]:
     """`(the @triton.jit function, its heuristics by name in the order they are evaluated)`.
 

@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ejkernel.callib._compiled import _DTYPES
+from ejkernel.callib._decorated import is_gluon
 from ejkernel.callib._parts import HostCallbacks, within_parts
 
 # The interpreter replaces parts of triton.language while a kernel runs; several devices, or calls in flight, must take turns.
@@ -73,23 +74,39 @@ def run(
     constants: dict[str, Any],
     aliases: dict[int, int],
     zeroed: frozenset[int],
+    warps: int,
 ) -> list[jax.Array]:
-    _mend_bfloat16()
+    interpret = functools.partial(_interpret_gluon, warps=warps) if is_gluon(kernel) else _interpret
     source = {o: i for i, o in aliases.items()}
 
     def on_host(*concrete: np.ndarray) -> tuple[np.ndarray, ...]:
         arrays = iter(concrete)
         values = [np.array(next(arrays)) if isinstance(x, jax.Array) else x for x in args]
         results = [_buffer(x, values[source[i]] if i in source else None, i in zeroed) for i, x in enumerate(outputs)]
-        hosts = [HostArray(x) if isinstance(x, np.ndarray) else x for x in [*values, *results]]
-        given = {**dict(zip(names, hosts, strict=True)), **constants}
         with _one_at_a_time:
-            kernel[grid](*[given[name] for name in inspect.signature(kernel.fn).parameters])
+            interpret(kernel, grid, dict(zip(names, [*values, *results], strict=True)), constants)
         return tuple(results)
 
     arrays = [x for x in args if isinstance(x, jax.Array)]
     types = tuple((x.shape, x.dtype) for x in outputs)
     return _on_host_p.bind(*arrays, on_host=on_host, outputs=types, parts=within_parts.get())
+
+
+def _interpret(kernel: Any, grid: tuple[int, int, int], arguments: dict[str, Any], constants: dict[str, Any]) -> None:
+    """One launch of a Triton kernel."""
+    _mend_bfloat16()
+    hosts = {name: HostArray(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+    given = {**hosts, **constants}
+    kernel[grid](*[given[name] for name in inspect.signature(kernel.fn).parameters])
+
+
+def _interpret_gluon(
+    kernel: Any, grid: tuple[int, int, int], arguments: dict[str, Any], constants: dict[str, Any], *, warps: int
+) -> None:
+    """One launch of a Gluon kernel."""
+    from ejkernel.callib._gluon import launch
+
+    launch(kernel, grid, arguments, constants, warps)
 
 
 # A callback of our own that hands over numpy memory. `jax.pure_callback` makes JAX arrays of it first, and until jax 0.12 it

@@ -15,7 +15,7 @@ import numpy as np
 from ejkernel._device import Device, on_device
 from ejkernel._numbers import is_int
 from ejkernel._varying import vary, varying_axes
-from ejkernel.callib._decorated import COMPILE_OPTIONS, evaluated, undecorated
+from ejkernel.callib._decorated import COMPILE_OPTIONS, evaluated, is_gluon, undecorated
 from ejkernel.callib._named import in_order
 
 _target: contextvars.ContextVar[int | None] = contextvars.ContextVar("ejkernel_triton_target", default=None)
@@ -168,7 +168,7 @@ def _run(launch: Launch, aliases: dict[int, int], zeroed: frozenset[int], name: 
     if is_interpreted(launch.kernel):
         from ejkernel.callib._interpreted import run
 
-        return run(*call)
+        return run(*call, launch.options["num_warps"])
     from ejkernel.callib._compiled import Options, run_compiled
 
     return run_compiled(*call, Options(**launch.options), _target.get(), name)
@@ -184,7 +184,11 @@ def _require_triton() -> None:
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Whether a kernel was decorated under TRITON_INTERPRET=1 and runs on the host."""
+    """Whether a kernel was decorated under TRITON_INTERPRET=1 and runs on the host; a Gluon kernel: whether that is set now."""
+    if is_gluon(kernel):
+        import triton
+
+        return bool(triton.knobs.runtime.interpret)
     return type(kernel).__name__ == "InterpretedFunction"
 
 

@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from ejkernel.kernels._triton.linear.kernels.tiles import INTERPRETED
+
 # Triton 3.6 has the older names.
 copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 warpgroup_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -17,7 +19,10 @@ TILE = gl.constexpr(64)  # value channels of a warpgroup
 
 @gluon.jit
 def exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    if INTERPRETED:
+        return gl.exp2(x)
+    else:
+        return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -79,15 +84,19 @@ def store_tile(
 @gluon.jit
 def split_bfloat16(x):
     """bfloat16's high and low part of x, two at a time: left to the compiler, parts are taken out of registers and put back."""
-    return gl.inline_asm_elementwise(
-        """{
-            .reg .b32 first, second;
-            cvt.rn.bf16x2.f32 $0, $3, $2;
-            shl.b32 first, $0, 16;
-            and.b32 second, $0, 0xffff0000;
-            sub.rn.f32 first, $2, first;
-            sub.rn.f32 second, $3, second;
-            cvt.rn.bf16x2.f32 $1, second, first;
-        }""",
-        "=&r,=r,f,f", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
+    if INTERPRETED:
+        high = x.to(gl.bfloat16)
+        return high, (x - high.to(gl.float32)).to(gl.bfloat16)
+    else:
+        return gl.inline_asm_elementwise(
+            """{
+                .reg .b32 first, second;
+                cvt.rn.bf16x2.f32 $0, $3, $2;
+                shl.b32 first, $0, 16;
+                and.b32 second, $0, 0xffff0000;
+                sub.rn.f32 first, $2, first;
+                sub.rn.f32 second, $3, second;
+                cvt.rn.bf16x2.f32 $1, second, first;
+            }""",
+            "=&r,=r,f,f", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
