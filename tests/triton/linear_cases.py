@@ -24,7 +24,7 @@ def _in_odd(x: jax.Array, length: int) -> jax.Array:
     return (jnp.arange(x.shape[1]) // length % 2 == 1).reshape(1, -1, *[1] * (x.ndim - 2))
 
 
-# Those that say something of long sequences or of several heads alone.
+# Those that say something of long sequences or of several heads alone, for gates [B, T, H, channels].
 LONG_GATES = GATES | {
     "resets in some segments": lambda x: jnp.where(_in_odd(x, 512) & (x > 1.5), -1e4, jax.nn.log_sigmoid(x) / 16),
     "resets in one head": lambda x: jnp.where((jnp.arange(x.shape[2]) == 0)[:, None] & (x > 1.5), -1e4, x * 0.01 - 0.02),
@@ -64,11 +64,10 @@ class Case:
         gate = LONG_GATES[self.strength]
         out = {"query": normal(B, T, H, K), "key": normal(B, T, Hkv, K), "value": normal(B, T, Hkv, V)}
         out = {n: x.astype(self.dtype) for n, x in out.items()}
-        all_gates = {
-            "g": gate(normal(B, T, Hg)), "gk": gate(normal(B, T, Hg, K)), "gv": gate(normal(B, T, Hg, V)),
-            "g_gamma": -jnp.abs(normal(self.sequences, H)) / 8,
-        }  # fmt: skip
-        out |= {n: x.astype("float32" if n == "g_gamma" else self.gate_dtype) for n, x in all_gates.items() if n in self.gates}
+        drawn = {"g": normal(B, T, Hg), "gk": normal(B, T, Hg, K), "gv": normal(B, T, Hg, V)}
+        gamma = -jnp.abs(normal(self.sequences, H)) / 8
+        out |= {name: gate(x).astype(self.gate_dtype) for name, x in drawn.items() if name in self.gates}
+        out |= {"g_gamma": gamma} if "g_gamma" in self.gates else {}
         if self.state:
             out["initial_state"] = normal(self.sequences, H, K, V)
         return out

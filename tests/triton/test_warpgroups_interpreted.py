@@ -1,0 +1,139 @@
+"""Kernels by warpgroups, interpreted as on an H200: values and gradients against float64, and no access without an order.
+
+The interpreter raises where partitions touch the same memory and no barrier says which is first, so every case here tests the
+kernels' barriers, too (test_gluon.py in tests/callib has what it finds).
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import pytest
+
+pytest.importorskip("triton", reason="the triton platform needs Triton")
+pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
+
+from ejkernel._device import Device, device_of, on_device
+from ejkernel.callib import _gluon
+from ejkernel.kernels._delta import GatedDeltaRuleConfig
+from ejkernel.kernels._triton import gated_delta_rule
+from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
+from ejkernel.kernels._triton.gated_delta_rule._platform import TritonDeltaRule
+from ejkernel.kernels._triton.gated_delta_rule.routes import route_of as route_of_delta
+from ejkernel.kernels._triton.linear.routes import route_of
+from ejkernel.testing.compare import LINEAR_TOLERANCES, assert_close, relative_rms
+from ejkernel.testing.delta_cases import DeltaCase
+from tests.triton.along import plan_of, run_along
+from tests.triton.linear_cases import Case
+from tests.triton.linear_reference import value_and_grads
+
+pytestmark = pytest.mark.skipif(device_of(()).backend != "cpu", reason="where there is a GPU, test_gpu.py runs them compiled")
+H200 = Device("gpu", "NVIDIA H200", 90)
+BF16 = {"dtype": "bfloat16", "block_q": 64, "state": True}
+KEY = {**BF16, "gate_dtype": "bfloat16"}
+LENGTHS = (0, 5, 5, 135, 200, 201)  # an empty sequence, one of a token, one of more chunks than a ring has slots
+HEAD_SCAN, HEAD_GRADIENTS = "head_gate_scan_by_warpgroups", "head_gate_backward_by_warpgroups"
+KEY_SCAN, KEY_ENDS, KEY_GRADIENTS = "key_gate_scan_by_warpgroups", "key_gate_segment_ends", "weak_axis_by_warpgroups"
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the Gluon kernels that were interpreted."""
+    names, launch = set(), _gluon.launch
+
+    def noted(kernel, *args):
+        names.add(kernel.fn.__name__)
+        return launch(kernel, *args)
+
+    monkeypatch.setattr(_gluon, "launch", noted)
+    return names
+
+
+def errors_along(case: Case, **of_plan) -> dict[str, float]:
+    with on_device(H200):
+        values, grads = jax.block_until_ready(run_along(case, route_of(plan_of(case, **of_plan))))
+    want, want_grads = value_and_grads(case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, case.cu_seqlens)
+    errors = {"output": relative_rms(values[0], want[0]), "final state": relative_rms(values[1], want[1])}
+    return errors | {f"d{name}": relative_rms(grads[name], want_grads[name]) for name in grads}
+
+
+HEAD_GATE = [
+    *(Case(gates, "mild", (1, 320, 2, 1, K, V), **BF16) for gates in ((), ("g",)) for K, V in ((64, 128), (128, 64))),
+    Case(("g",), "-inf", (2, 129, 2, 2, 64, 64), gate_heads="Hkv", reverse=True, **BF16),
+    Case(("g", "g_gamma"), "resets", (1, 201, 2, 1, 128, 128), cu_seqlens=LENGTHS, **BF16),
+    Case(("g",), "near -20", (1, 201, 2, 2, 64, 64), cu_seqlens=LENGTHS, reverse=True, **BF16),
+    Case(("g",), "positive", (1, 130, 1, 1, 128, 128), **BF16),
+]
+
+
+@pytest.mark.parametrize("case", HEAD_GATE, ids=str)
+def test_one_gate_per_head(case, launched):
+    errors = errors_along(case)
+    assert launched == ({HEAD_SCAN, HEAD_GRADIENTS} if "g" in case.gates else {HEAD_SCAN})
+    assert max(errors.values()) < LINEAR_TOLERANCES["bfloat16"][0], errors
+
+
+KEY_GATE = [
+    Case(("gk",), "mild", (1, 320, 2, 1, 64, 128), **KEY),
+    Case(("gk",), "mild", (2, 200, 2, 2, 128, 64), reverse=True, gate_heads="Hkv", **KEY),
+    Case(("gk",), "mild", (1, 201, 2, 1, 128, 128), cu_seqlens=LENGTHS, reverse=True, **KEY),
+    Case(("gk",), "resets in one head", (1, 256, 2, 2, 64, 64), **KEY),
+    Case(("gk",), "at sequences' beginnings", (1, 201, 2, 2, 64, 64), cu_seqlens=LENGTHS, **KEY),
+]
+
+
+@pytest.mark.parametrize("case", KEY_GATE, ids=str)
+def test_a_gate_per_key_channel(case, launched):
+    errors = errors_along(case)
+    assert launched >= {KEY_SCAN, KEY_GRADIENTS}
+    assert max(errors.values()) < LINEAR_TOLERANCES["bfloat16"][0], errors
+
+
+SPLIT = {
+    HEAD_SCAN: Case(("g",), "resets now and then", (1, 400, 1, 1, 128, 64), **BF16),
+    KEY_SCAN: Case(("gk",), "mild", (1, 400, 1, 1, 64, 64), reverse=True, **KEY),
+    KEY_ENDS: Case(("gk",), "resets now and then", (1, 384, 1, 1, 128, 128), **KEY),
+}
+
+
+@pytest.mark.parametrize("kernel", SPLIT)
+def test_sequences_in_segments(kernel, launched):
+    """Some of them weakly gated, others not."""
+    errors = errors_along(SPLIT[kernel], min_segment=2)
+    assert kernel in launched
+    assert (KEY_ENDS in launched) == ("gk" in SPLIT[kernel].gates)
+    assert max(errors.values()) < LINEAR_TOLERANCES["bfloat16"][0], errors
+
+
+_SIZES = ((64, 64), (128, 64), (64, 128), (128, 128))
+DELTA = [
+    DeltaCase(
+        f"{gate}-{K}x{V}", batch=1, heads=2, key_heads=1, key_channels=K, value_channels=V, gate=gate, initial_state=True,
+        dtype="bfloat16", reverse=K != V, **({"lengths": (70, 0, 1, 64)} if (gate == "head") == (K == V) else {"time": 200}),
+    )
+    for gate, (K, V) in itertools.product((None, "head", "channel"), _SIZES)
+]  # fmt: skip
+DELTA_SCANS = {"delta_scan_by_warpgroups", "delta_adjoint_scan_by_warpgroups"}
+
+
+@pytest.mark.parametrize("case", DELTA, ids=str)
+def test_the_delta_rule(case, launched):
+    with on_device(H200):
+        found = jax.block_until_ready(case.evaluate(gated_delta_rule))
+    assert launched == DELTA_SCANS
+    assert_close(found, case.expected(), case.tolerance)
+
+
+@pytest.mark.parametrize("gate", [None, "head", "channel"])
+def test_the_delta_rule_in_segments(gate, launched, monkeypatch):
+    def taken(self, problem, cfg):
+        return route_of_delta(dataclasses.replace(delta_plan(problem, cfg), segment=1))
+
+    monkeypatch.setattr(TritonDeltaRule, "taken", taken)
+    case = DeltaCase("split", batch=1, time=200, key_channels=64, value_channels=64, gate=gate, dtype="bfloat16")
+    cfg = GatedDeltaRuleConfig("chunked", 64)
+    with on_device(H200):
+        found = jax.block_until_ready(case.evaluate(functools.partial(gated_delta_rule, cfg=cfg)))
+    assert launched == DELTA_SCANS
+    assert_close(found, case.expected(), case.tolerance)
