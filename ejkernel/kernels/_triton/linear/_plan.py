@@ -54,7 +54,6 @@ class Plan:
         compare_all: comparisons that one small kernel does faster than a search or a running sum, which takes a dozen kernels.
         state_bytes: bytes of states that a forward pass may store where no gradient is to come; a longer call goes in windows.
         segment: chunks of a segment, where backward passes need those of the forward pass, on every device of a mesh.
-        untimed: whether kernels may be taken that no GPU has timed yet, which are for `benchmarks.untimed_gpu` and for tests.
     """
 
     schedule: str
@@ -78,7 +77,6 @@ class Plan:
     compare_all: int = COMPARE_ALL
     state_bytes: int = STATE_BYTES
     segment: int | None = None
-    untimed: bool = False
 
     @classmethod
     def of(cls, problem: Problem, cfg: RecurrenceConfig) -> Plan:
