@@ -40,7 +40,8 @@ def test_segments_that_are_weakly_gated_throughout(strength):
     plan, arrays = plan_of(case), case.arrays()
     call = Call.of(plan, arrays, None)
     route = sys.modules[type(route_of(plan)).__module__]
-    begun = route._scan_weak_segments(call, *call.query_key_value, arrays["initial_state"], plan.output, keep=False)
+    begin, segments = arrays["initial_state"], call.segments(route.TILES)
+    begun = route._scan_weak_segments(call, *call.query_key_value, begin, plan.output, segments, keep=False)
     of_segment = weakly_gated(np.asarray(arrays["gk"])).reshape(begun.segments.count, -1, 2).all(1)
     np.testing.assert_array_equal(np.asarray(begun.done) != 0, np.repeat(of_segment, begun.segments.length, 0))
     assert begun.segments.count > 1

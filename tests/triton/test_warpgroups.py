@@ -1,6 +1,6 @@
 """The kernels by warpgroups: which calls take them, and what they are compiled to.
 
-Their values: test_gpu.py and test_delta.py on a GPU, since Triton's interpreter knows no Gluon."""
+Their values: test_warpgroups_interpreted.py on the host, test_gpu.py and test_delta.py on a GPU."""
 
 import functools
 import json
@@ -70,22 +70,65 @@ def test_weakly_gated_segments_of_a_key_gate_on_hopper():
         assert key_gate_launches(K, V, packed=True) == scan | ends
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_a_key_gate_goes_back_along_the_segments_that_it_came(packed):
-    """Though `vmap` gives the backward pass alone 64 times the batch: what was scanned in one kernel has no gated rows."""
-    arrays = {name: jax.ShapeDtypeStruct((1, 16384, 2, 128), jnp.bfloat16) for name in ("query", "key", "value", "gk")}
-    cu_seqlens = jax.ShapeDtypeStruct((3,), jnp.int32) if packed else None
+SCANS = {"gk": "key_gate_scan_by_warpgroups", "g_gamma": "head_gate_scan_by_warpgroups"}
 
-    def run(arrays, cu_seqlens, adjoints):
-        _, pull = jax.vjp(lambda arrays: recurrent(**arrays, cu_seqlens=cu_seqlens)[0], arrays)
-        return jax.vmap(pull)(adjoints)
+
+def launched(run, *shapes, gate, tokens=16384, heads=2, packed=False) -> list[Launch]:
+    """What `run(solve, arrays, *shapes)` launches on an H200; solve gives the output of (arrays)."""
+    arrays = {name: jax.ShapeDtypeStruct((1, tokens, heads, 128), jnp.bfloat16) for name in ("query", "key", "value")}
+    arrays |= {"gk": arrays["key"]} if gate == "gk" else {}
+    cu_seqlens = jax.ShapeDtypeStruct((3,), jnp.int32) if packed else None
+    constant = {} if gate == "gk" else {"g_gamma": jnp.full(heads, -0.1)}
+
+    def traced(arrays, cu_seqlens, *shapes):
+        solve = lambda arrays: recurrent(**arrays, **constant, cu_seqlens=cu_seqlens)[0]
+        return run(solve, arrays, *shapes)
 
     seen: list[Launch] = []
     with compile_for(90), instead_of_launching(seen.append):
-        jax.eval_shape(run, arrays, cu_seqlens, jax.ShapeDtypeStruct((64, 1, 16384, 2, 128), jnp.bfloat16))
-    scans = [launch for launch in seen if launch.name == "key_gate_scan_by_warpgroups"]
-    assert {launch.constants["ADJOINT"] for launch in scans} == {False, True}
-    assert len({dict(zip(launch.names, launch.args, strict=False))["SC"] for launch in scans}) == 1
+        jax.clear_caches()
+        jax.eval_shape(traced, arrays, cu_seqlens, *shapes)
+    return seen
+
+
+def lengths(launches: list[Launch], name: str, rows: int | None = None) -> list[int]:
+    """Chunks of a segment, of every launch of a kernel; those of so many rows of a batch, where `rows` says."""
+    given = [dict(zip(x.names, x.args, strict=False)) for x in launches if x.name == name]
+    return [x["SC"] for x in given if rows is None or x["q"].shape[0] == rows]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("gate", SCANS)
+def test_gradients_go_back_along_the_segments_of_the_forward_pass(gate, packed):
+    """Though `vmap` gives the backward pass alone 64 times the batch."""
+
+    def run(solve, arrays, adjoints):
+        return jax.vmap(jax.vjp(solve, arrays)[1])(adjoints)
+
+    seen = launched(run, jax.ShapeDtypeStruct((64, 1, 16384, 2, 128), jnp.bfloat16), gate=gate, packed=packed)
+    assert {launch.constants["ADJOINT"] for launch in seen if launch.name == SCANS[gate]} == {False, True}
+    if gate == "gk" or not packed:
+        assert len(set(lengths(seen, SCANS[gate]))) == 1
+
+
+def test_what_segments_leave_is_computed_once():
+    """By the forward pass, and kept for dq where nothing asks for a decay's gradient. The backward pass has its own, of dS."""
+    seen = launched(lambda solve, arrays: jax.vjp(solve, arrays)[1](arrays["value"]), gate="g_gamma")
+    ends = [launch.constants["ADJOINT"] for launch in seen if launch.name == "state_scan"]
+    assert ends == [False, True]
+    assert len(lengths(seen, SCANS["g_gamma"])) == 4
+
+
+@pytest.mark.parametrize("gate", SCANS)
+def test_a_batch_by_vmap_is_cut_like_any_other(gate):
+    """Into whole sequences where those fill the device: not as one of them alone would be."""
+
+    def run(solve, arrays, rows):
+        many = jax.vmap(lambda x: solve({**arrays, "query": x}))
+        return jax.grad(lambda rows: many(rows).astype(jnp.float32).sum())(rows)
+
+    seen = launched(run, jax.ShapeDtypeStruct((64, 1, 4096, 2, 128), jnp.bfloat16), gate=gate, tokens=4096)
+    assert set(lengths(seen, SCANS[gate], rows=64)) == {64}
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -98,8 +141,7 @@ def test_segments_of_a_batch_that_devices_may_share(devices, monkeypatch):
         loss = lambda arrays: recurrent(**arrays)[0].astype(jnp.float32).sum()
         jax.clear_caches()
         jax.eval_shape(jax.grad(loss), dict.fromkeys(("query", "key", "value", "gk"), x))
-    lengths = [dict(zip(s.names, s.args, strict=False))["SC"] for s in seen if s.name == "key_gate_scan_by_warpgroups"]
-    assert lengths == [256 if devices == 1 else 32] * 2
+    assert lengths(seen, "key_gate_scan_by_warpgroups") == [256 if devices == 1 else 32] * 2
 
 
 def test_all_other_key_gates_by_the_portable_kernels():

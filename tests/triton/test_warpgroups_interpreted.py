@@ -9,6 +9,7 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
@@ -21,6 +22,7 @@ from ejkernel.kernels._triton import gated_delta_rule
 from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
 from ejkernel.kernels._triton.gated_delta_rule._platform import TritonDeltaRule
 from ejkernel.kernels._triton.gated_delta_rule.routes import route_of as route_of_delta
+from ejkernel.kernels._triton.linear._solve import solve_along
 from ejkernel.kernels._triton.linear.routes import route_of
 from ejkernel.testing.compare import LINEAR_TOLERANCES, assert_close, relative_rms
 from ejkernel.testing.delta_cases import DeltaCase
@@ -104,6 +106,26 @@ def test_sequences_in_segments(kernel, launched):
     assert kernel in launched
     assert (KEY_ENDS in launched) == ("gk" in SPLIT[kernel].gates)
     assert max(errors.values()) < LINEAR_TOLERANCES["bfloat16"][0], errors
+
+
+@pytest.mark.parametrize("gates", [(), ("g",), ("gk",)], ids=lambda gates: "".join(gates) or "none")
+def test_vmap_of_a_gradient_in_segments(gates):
+    """Over cotangents alone the backward pass has another batch than the forward pass, and along other segments by itself."""
+    case = Case(gates, "mild", (1, 256, 2, 1, 64, 64), **{**KEY, "state": False})
+    arrays = case.arrays()
+
+    def pulled(arrays, cotangents):
+        route = route_of(plan_of(case, min_segment=2))
+        return jax.vmap(jax.vjp(lambda arrays: solve_along(route, arrays, None)[0], arrays)[1])(cotangents)
+
+    adjoints = jnp.stack([case.weights()[0].astype(jnp.bfloat16) * x for x in range(1, 9)])
+    with on_device(H200):
+        (found,) = jax.block_until_ready(pulled(arrays, adjoints))
+    state = jnp.zeros((1, 2, 64, 64))
+    _, want = value_and_grads(arrays, (adjoints[0], state), 64**-0.5, False, None)
+    for name in arrays:
+        for x in (0, 7):
+            assert relative_rms(found[name][x], want[name] * (x + 1)) < LINEAR_TOLERANCES["bfloat16"][0], (name, x)
 
 
 _SIZES = ((64, 64), (128, 64), (64, 128), (128, 128))

@@ -63,7 +63,7 @@ def test_both_ways_agree(case):
         assert worst(run_along(case, route), want) < 6e-3, most
 
 
-def scanned_in_part(call, q, k, v, begin, output, *, adjoint=False, keep, done=None):
+def scanned_in_part(call, q, k, v, begin, output, segments, *, adjoint=False, keep, done=None):
     """What `key_gate_scan_by_warpgroups` hands over, by portable kernels: every other head of a sequence, NaN elsewhere."""
     rows = rows_of_keys(call, block_decays=False, low=True).as_arguments(low=adjoint, adjoint=adjoint)
     o, final, states = scan_rows(call, rows, v, begin, output, wide=False, adjoint=adjoint, keep=keep)
@@ -78,7 +78,7 @@ def scanned_in_part(call, q, k, v, begin, output, *, adjoint=False, keep, done=N
     left = lambda x, kept: None if x is None else jnp.where(jnp.expand_dims(kept, range(kept.ndim, x.ndim)) != 0, x, jnp.nan)
     is_empty = False if call.cu_seqlens is None else (jnp.diff(call.cu_seqlens) == 0)[:, None]  # nothing is left of those
     begun = Scanned(left(o, of_tokens), left(final, of_sequences | is_empty), left(states, of_chunks))
-    return Begun(call.segments(2), Ends(), of_chunks.astype(jnp.int32) if done is None else done, begun)
+    return Begun(segments, Ends(), of_chunks.astype(jnp.int32) if done is None else done, begun)
 
 
 IN_PART = [

@@ -15,7 +15,15 @@ from ejkernel.kernels._triton.linear._chunks import MULTIPROCESSORS, Array, Segm
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.kernels import head_gate
 from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
-from ejkernel.kernels._triton.linear.routes.scans import Ends, scan_rows, scan_states, segment_ends, wide_tiles
+from ejkernel.kernels._triton.linear.routes.scans import (
+    Ends,
+    kept_segments,
+    scan_rows,
+    scan_states,
+    segment_ends,
+    wide_tiles,
+    with_agreed_segments,
+)
 
 try:
     from ejkernel.kernels._triton.linear.kernels import head_gate_backward_warpgroups, head_gate_warpgroups
@@ -61,14 +69,16 @@ class HeadGate(Route):
         return "g" not in self.plan.gates and not constant_decay and state_in_one_tile(self.plan, self.plan.V)
 
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
+        found, _ = self._scanned(call, keep)
+        return found["o"], found["final"], {"states": found["states"], **call.kept_log_decays} if keep else {}
+
+    def _scanned(self, call: Call, keep: bool) -> tuple[dict[str, Array], Ends]:
         _, _, _, K, V = call.dims
         q, k, v = call.query_key_value
         segments = _segments(call, K, V)
         ends = segment_ends(call, k, v, segments)
-        found = _scan(
-            call, q, k, v, call.get("initial_state"), segments, ends, call.plan.output, final=True, keep=keep
-        )  # fmt: skip
-        return found["o"], found["final"], {"states": found["states"], **call.kept_log_decays} if keep else {}
+        begin = call.get("initial_state")
+        return _scan(call, q, k, v, begin, segments, ends, call.plan.output, final=True, keep=keep), ends
 
     def recomputed(self, call: Call) -> Saved:
         _, k, v = call.query_key_value
@@ -100,7 +110,8 @@ class HeadGate(Route):
 class HeadGateByPasses(HeadGate):
     """`HeadGate` where no gradient of a gate is asked for: the gradient is three such scans with the arrays in other roles.
 
-    dq scans forward, dk and dv back in time. Nothing but the inputs is kept between forward and backward.
+    dq scans forward, dk and dv back in time. Nothing but the inputs and, where a sequence has several segments, what each of
+    them leaves is kept between forward and backward.
     """
 
     title = "head gate, gradient by three scans"
@@ -110,8 +121,28 @@ class HeadGateByPasses(HeadGate):
     def covering(cls, plan: Plan) -> Route | None:
         return None  # only where a gradient is asked for: see `HeadGate.differentiated`
 
+    def agreed(self, arrays: dict[str, Any], cu_seqlens: Array | None) -> Route:
+        if not self._keeps_ends(packed=cu_seqlens is not None):
+            return self
+        tiles = _tiles(self.plan, self.plan.K, self.plan.V)
+        return dataclasses.replace(self, plan=with_agreed_segments(self.plan, arrays, cu_seqlens, tiles))
+
+    def _keeps_ends(self, *, packed: bool) -> bool:
+        """Whether dq goes along the forward pass's segments, and so can take their ends.
+
+        Packed calls keep nothing: `vmap` folds them then.
+        """
+        K, V = self.plan.K, self.plan.V
+        return not packed and _tiles(self.plan, K, V) == _tiles(self.plan, V, K)
+
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
-        return super().forward(call, keep=False)
+        found, ends = self._scanned(call, keep=False)
+        if not keep or not self._keeps_ends(packed=call.cu_seqlens is not None):
+            return found["o"], found["final"], {}
+        if ends.states is None:  # what is kept has one structure, however `vmap` makes the batch fill the device
+            none = jnp.zeros((call.sequences, call.dims[2], 1, 1), np.float32)
+            ends = Ends(none, none[..., 0])
+        return found["o"], found["final"], {"ends": ends._asdict()}
 
     def recomputed(self, call: Call) -> Saved:
         return {}
@@ -119,10 +150,13 @@ class HeadGateByPasses(HeadGate):
     def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
         _, _, _, K, V = call.dims
         q, k, v = call.query_key_value
+        kept = saved.get("ends")
         over_k, over_v = _segments(call, K, V), _segments(call, V, K)
+        if kept is not None:
+            over_k = over_v = kept_segments(call, kept["states"].shape[0])
         back = segment_ends(call, q, do, over_k, adjoint=True)
         back_v = back if over_k.length == over_v.length else segment_ends(call, q, do, over_v, adjoint=True)
-        ends = segment_ends(call, k, v, over_v)
+        ends = Ends(**kept) if kept and over_v.split else segment_ends(call, k, v, over_v)
         of_key, of_value = call.per_head_dtype(k), call.per_head_dtype(v)
         dq = _scan(call, do, v, k, call.get("initial_state"), over_v, ends, q.dtype, transposed=True)["o"]
         dk = _scan(call, v, do, q, dfinal, over_v, back_v, of_key, adjoint=True, transposed=True)["o"]
@@ -226,9 +260,9 @@ class StoredHeadGate(Route):
         return (*CHANGES, *(WIDE_CHANGES if self.plan.K > 128 else ()))
 
 
-def _value_tile(call: Call, K: int, V: int) -> int:
+def _value_tile(plan: Plan, K: int, V: int) -> int:
     """Value channels per program: 64, or 32 for small states without a gate, which keeps the device busier at little cost."""
-    return call.plan.block_d or tile(V, 32 if max(K, V) <= 64 and not call.plan.gates else 64)
+    return plan.block_d or tile(V, 32 if max(K, V) <= 64 and not plan.gates else 64)
 
 
 def _by_warpgroups(plan: Plan, K: int, V: int) -> bool:
@@ -237,10 +271,13 @@ def _by_warpgroups(plan: Plan, K: int, V: int) -> bool:
     return covered and not plan.named_scan_tiles and head_gate_warpgroups is not None
 
 
+def _tiles(plan: Plan, K: int, V: int) -> int:
+    """Programs of the scan of one segment and head. One by warpgroups fills a multiprocessor, as two others do."""
+    return 2 if _by_warpgroups(plan, K, V) else cdiv(V, _value_tile(plan, K, V))
+
+
 def _segments(call: Call, K: int, V: int) -> Segments:
-    if _by_warpgroups(call.plan, K, V):
-        return call.segments(2)  # such a program fills a multiprocessor, as two others do
-    return call.segments(cdiv(V, _value_tile(call, K, V)))
+    return call.segments(_tiles(call.plan, K, V))
 
 
 def _scan(
@@ -270,7 +307,7 @@ def _scan(
             STAGES=RING // (plan.C * (2 * K + V) * 2), SCORES=2, COPY_REGISTERS=40, SCORE_REGISTERS=144, VALUE_REGISTERS=160,
             **constants,
         )  # fmt: skip
-    BK, BV = tile(K, 512), _value_tile(call, K, V)
+    BK, BV = tile(K, 512), _value_tile(plan, K, V)
     # With a gate and 128 or more key channels a third stage would leave one program to a multiprocessor.
     stages = plan.num_stages or (3 if BK <= 64 or (BK <= 128 and not plan.gates) else 2)
     return triton_call(

@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._device import may_be_split
-from ejkernel._meshes import inside_shard_map
 from ejkernel.callib import triton_call
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
-from ejkernel.kernels._triton.linear._chunks import Array, Segments, chunk_counts, segment_length
+from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.routes.axis import AxisLaunch, axes, gradients, gradients_of_axes, scores_in_blocks
 from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
 from ejkernel.kernels._triton.linear.routes.rows import GatedRows, padded, rows_of_keys
-from ejkernel.kernels._triton.linear.routes.scans import Begun, Ends, Scanned, scan_rows, wide_tiles
+from ejkernel.kernels._triton.linear.routes.scans import (
+    Begun,
+    Ends,
+    Scanned,
+    kept_segments,
+    scan_rows,
+    wide_tiles,
+    with_agreed_segments,
+)
 
 try:
     from ejkernel.kernels._triton.linear.kernels import key_gate_ends, key_gate_warpgroups
@@ -61,25 +66,24 @@ class KeyGate(Route):
         """Segments: of those that are scanned in one kernel there are no gated rows to go back along others."""
         if not _in_one_scan(self.plan, arrays):
             return self
-        B, T, H, _ = arrays["query"].shape
-        if may_be_split(arrays.values()) and not inside_shard_map():  # as many rows as a device may be left with
-            B = max(1, B // jax.device_count())
-        N = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        sequences = B if N is None else N
-        counts = chunk_counts(self.plan, B, T, N)
-        length = segment_length(self.plan, *counts, sequences, sequences * H * TILES, packed=N is not None)
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, segment=max(1, length)))
+        return dataclasses.replace(self, plan=with_agreed_segments(self.plan, arrays, cu_seqlens, TILES))
 
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
         q, k, v = call.query_key_value
         begin, output = call.get("initial_state"), call.plan.output
-        begun = _scan_weak_segments(call, q, k, v, begin, output, keep=keep) if _in_one_scan(call.plan, call.arrays) else None
+        begun = None
+        if _in_one_scan(call.plan, call.arrays):
+            begun = _scan_weak_segments(call, q, k, v, begin, output, call.segments(TILES), keep=keep)
         done = None if begun is None else begun.done
         rows = rows_of_keys(call, block_decays=keep, low=keep, done=done)
         scanned = scan_rows(
             call, rows.as_arguments(low=False), v, begin, output, wide=self.wide_tiles, adjoint=False, keep=keep, begun=begun
         )
-        return scanned.output, scanned.final, {"states": scanned.states, "keys": rows, "done": done} if keep else {}
+        if not keep:
+            return scanned.output, scanned.final, {}
+        # One element for each: their number.
+        cut = None if begun is None or call.cu_seqlens is not None else jnp.zeros(begun.segments.count, jnp.int8)
+        return scanned.output, scanned.final, {"states": scanned.states, "keys": rows, "done": done, "segments": cut}
 
     def backward(self, call: Call, saved: Saved, do: Array, dfinal: Array | None) -> Gradients:
         rows: GatedRows = saved["keys"]
@@ -87,7 +91,9 @@ class KeyGate(Route):
         dtype, done = call.per_head_dtype(v), saved["done"]
         begun = None
         if done is not None:
-            begun = _scan_weak_segments(call, k, q, do, dfinal, dtype, adjoint=True, keep=True, done=done)
+            cut = saved["segments"]
+            segments = call.segments(TILES) if cut is None else kept_segments(call, cut.size)
+            begun = _scan_weak_segments(call, k, q, do, dfinal, dtype, segments, adjoint=True, keep=True, done=done)
         # With the low part of the scores: nothing else rounds what goes from do to dv inside a chunk.
         scanned = scan_rows(
             call, rows.as_arguments(low=True, adjoint=True), do, dfinal, dtype, wide=self.wide_tiles, adjoint=True, keep=True,
@@ -112,13 +118,12 @@ def _in_one_scan(plan: Plan, arrays: dict[str, Any]) -> bool:
 
 
 def _scan_weak_segments(
-    call: Call, q: Array, k: Array, v: Array, begin: Array | None, output: Any, *, adjoint: bool = False, keep: bool,
-    done: Array | None = None,
+    call: Call, q: Array, k: Array, v: Array, begin: Array | None, output: Any, segments: Segments, *, adjoint: bool = False,
+    keep: bool, done: Array | None = None,
 ) -> Begun:  # fmt: skip
     """`key_gate_scan_by_warpgroups` on (q, k, v), or adjoint on (k, q, do) of the segments that `done` says."""
     plan, (B, T, H, _, _), chunks = call.plan, call.dims, call.chunks
     K, V, gk = k.shape[3], v.shape[3], call.arrays["gk"]
-    segments = call.segments(TILES)
     ends = _segment_ends(call, k, v, segments, adjoint)
     # Where rows may be missing, those that copy need more registers for their masks.
     copy, score, value = (24, 168, 160) if chunks.even else (40, 152, 160)

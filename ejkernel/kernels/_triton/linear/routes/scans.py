@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from ejkernel._device import may_be_split
+from ejkernel._meshes import inside_shard_map
 from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
-from ejkernel.kernels._triton.linear._chunks import Array, Segments
+from ejkernel.kernels._triton.linear._chunks import Array, Segments, chunk_counts, segment_length
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.kernels import rows_scan, state_scan
 
@@ -22,6 +26,34 @@ class Ends(NamedTuple):
     states: Array | None = None  # [segments, H, K, V]
     key_decays: Array | None = None  # [segments, H, K]
     value_decays: Array | None = None  # [segments, H, V], with a gate per value channel
+
+
+def with_agreed_segments(plan: Plan, arrays: dict[str, Any], cu_seqlens: Array | None, tiles: int) -> Plan:
+    """The plan with the length of segments fixed where a mesh may give forward and backward pass other parts of the batch.
+
+    Elsewhere each cuts the batch that it has, and `kept_segments` tells the backward pass how that was.
+
+    Args:
+        tiles: into how many the state of the scan is cut.
+    """
+    if jax.device_count() == 1 or inside_shard_map() or not may_be_split(arrays.values()):
+        return plan
+    B, T, H, _ = arrays["query"].shape
+    B = max(1, B // jax.device_count())  # as many rows as a device may be left with
+    N = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = B if N is None else N
+    counts = chunk_counts(plan, B, T, N)
+    length = segment_length(plan, *counts, sequences, sequences * H * tiles, packed=N is not None)
+    return dataclasses.replace(plan, segment=max(1, length))
+
+
+def kept_segments(call: Call, count: int) -> Segments:
+    """The segments of a dense call's forward pass, which had `count` of them.
+
+    `vmap` over cotangents alone gives the backward pass another batch, which it would cut otherwise.
+    """
+    per = count // call.sequences
+    return Segments.dense(call.chunks, call.sequences, cdiv(call.chunks.per_sequence, per))
 
 
 def _state_scan(
