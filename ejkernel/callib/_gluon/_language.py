@@ -15,7 +15,7 @@ from ejkernel.callib._gluon._partitions import Barrier, Product, partition, plac
 from ejkernel.callib._gluon._values import NUMPY, TRITON, Pointer, Tensor, as_tensor, cast, elementwise, numpy_dtype, promoted
 
 
-class MissingWordError(NotImplementedError):
+class MissingWordError(NotImplementedError, AttributeError):
     """A kernel uses what the interpreter does not know."""
 
 
