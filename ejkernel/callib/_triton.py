@@ -111,7 +111,8 @@ def triton_call(
         shrink_stages: where the GPU's shared memory is too small, lower num_stages and a constant named STAGES until it is not.
         input_output_aliases: {index in `args`: index of the output} that share one buffer: the output starts with the
             input's contents. The input is copied first unless it is donated or no longer needed.
-        zeroed_outputs: indices of outputs that are zero when the kernel starts. All others hold anything (interpreted: NaN).
+        zeroed_outputs: indices of outputs that are zero when the kernel starts. All others hold anything (interpreted: NaN),
+            unless `jax_debug_nans` or `jax_debug_infs` is set.
         arguments: instead of `args`, the same by the names of the kernel's parameters. `out_shape` is then a dict by name too
             (None: an output that the kernel does without), the result a dict of the outputs that are there, and
             input_output_aliases and zeroed_outputs hold names. Every parameter must be named: nothing is filled by its place.
@@ -164,6 +165,8 @@ def triton_call(
 
 
 def _run(launch: Launch, aliases: dict[int, int], zeroed: frozenset[int], name: str) -> list[jax.Array]:
+    if jax.config.jax_debug_nans or jax.config.jax_debug_infs:  # which would find what lies where a kernel writes nothing
+        zeroed = frozenset(range(len(launch.outputs))) - set(aliases.values())
     call = (launch.kernel, launch.names, launch.args, launch.outputs, launch.grid, launch.constants, aliases, zeroed)
     if is_interpreted(launch.kernel):
         from ejkernel.callib._interpreted import run

@@ -76,6 +76,15 @@ def test_without_jit():
         np.testing.assert_array_equal(jax.vmap(lambda row: call(row, row))(x), 4 * x)
 
 
+@pytest.mark.parametrize("setting", [jax.debug_nans, jax.debug_infs])
+def test_what_no_program_writes_is_no_nan_to_look_for(setting):
+    out_shape = jax.ShapeDtypeStruct((60,), jnp.float32)
+    run = lambda x: triton_call(x, None, 40, 2.0, kernel=scaled_sum, out_shape=out_shape, grid=2, B=32)
+    assert jnp.isnan(run(jnp.ones(40))[40:]).all()
+    with setting(True):
+        np.testing.assert_array_equal(jax.jit(run)(jnp.ones(40)), [2.0] * 40 + [0.0] * 20)
+
+
 def test_bfloat16_dot():
     a, b = (jax.random.normal(jax.random.key(i), (16, 16)).astype(jnp.bfloat16) for i in range(2))
     got = triton_call(a, b, kernel=product, out_shape=jax.ShapeDtypeStruct((16, 16), jnp.float32), grid=1, B=16)

@@ -129,6 +129,25 @@ def test_dtypes(dtype):
     assert relative_rms(y, exact.astype(dtype)) < 1e-6 + 0.1 * float(jnp.finfo(dtype).eps)  # sums in float32, rounded once
 
 
+def rounding_errors(run, arrays):
+    """Of each gradient of `run` in bfloat16, relative to the error of the exact one, rounded."""
+    dy = jnp.cos(jnp.arange(arrays["x"].size)).reshape(arrays["x"].shape).astype(jnp.bfloat16)
+    gradients = lambda arrays, dy: jax.vjp(lambda arrays: run(**arrays), arrays)[1](dy)[0]
+    got = jax.jit(gradients)(arrays, dy)
+    with jax.enable_x64(True):
+        wide = lambda x: jnp.asarray(np.asarray(x, np.float64))
+        exact = jax.jit(gradients)(jax.tree.map(wide, arrays), wide(dy))
+        return {name: relative_rms(got[name], x) / relative_rms(x.astype(jnp.bfloat16), x) for name, x in exact.items()}
+
+
+@pytest.mark.parametrize("lengths", [(70,), (40, 0, 1, 29)], ids=str)
+def test_gradients_of_16_bit_arrays_are_rounded_once(lengths):
+    arrays, offsets = arguments(lengths, channels=100, dtype=jnp.bfloat16)
+    packing = {"cu_seqlens": offsets} if len(lengths) > 1 else {}
+    errors = rounding_errors(functools.partial(causal_conv1d, **packing, activation="silu"), arrays)
+    assert max(errors.values()) < 1.05, errors
+
+
 def test_x64():
     with jax.enable_x64(True):
         arrays, offsets = arguments((4, 0, 5), dtype=jnp.float64)

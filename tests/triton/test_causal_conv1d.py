@@ -20,7 +20,7 @@ from ejkernel.callib import compile_for
 from ejkernel.kernels._triton.causal_conv1d import covers
 from ejkernel.modules import causal_conv1d
 from ejkernel.testing.compare import relative_rms
-from tests.delta.test_causal_conv1d import by_definition
+from tests.delta.test_causal_conv1d import by_definition, rounding_errors
 from tests.triton.processes import outside
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
@@ -115,6 +115,20 @@ def test_16_bit_arrays(dtype, limit):
     got, _ = kernels_and_xla(lambda arrays: both(arrays, run), arrays)
     assert all(got[name].dtype == dtype for name in ("outputs", *arrays))
     close(got, both({name: x.astype(jnp.float32) for name, x in arrays.items()}, run), limit)
+
+
+@pytest.mark.parametrize("lengths", [None, PACKED])
+def test_gradients_of_16_bit_arrays_are_rounded_once(lengths):
+    """Also of weights and bias, of which tokens that see the state have their own part. Their own x has two such parts."""
+    arrays, offsets = drawn(lengths=lengths, state=True, dtype=jnp.bfloat16)
+    exact = functools.partial(causal_conv1d, cu_seqlens=offsets, activation="silu")
+
+    def run(**arrays):
+        return (by_kernels(exact) if arrays["x"].dtype == jnp.bfloat16 else exact)(**arrays)
+
+    errors = rounding_errors(run, arrays)
+    assert errors.pop("x") < 1.1
+    assert max(errors.values()) < 1.05, errors
 
 
 def test_weights_of_another_dtype_than_the_inputs():

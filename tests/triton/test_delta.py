@@ -289,6 +289,14 @@ def test_settings_of_jax_change_nothing(setting):
     assert_close(got, want, tolerance)
 
 
+def test_looking_for_nans_finds_none_in_what_the_gradient_keeps():
+    """Called without `jit`, where JAX looks at that too: some of it is neither written nor read."""
+    case = DeltaCase("nans", batch=1, time=21, gate="head", gate_kind="infinite", initial_state=True)
+    with jax.debug_nans(True):
+        got = case.evaluate(gated_delta_rule, jit=False)
+    assert_close(got, *expected(case))
+
+
 def test_the_normalisation_has_its_gradient():
     case = DeltaCase("normalised", batch=1, time=20, gate="channel", key_kind="raw", l2norm=True)
     assert_close(case.evaluate(gated_delta_rule), *expected(case))

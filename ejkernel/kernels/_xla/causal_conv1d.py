@@ -30,11 +30,13 @@ def _convolved(x: Array, weight: Array, bias: Array | None, state: Array | None,
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32  # promote_types refuses under strict promotion
     W, T = weight.shape[0], x.shape[1]
     w = weight.astype(wide)
+    # Inputs are widened before they are shifted, so that the gradient too is summed over the taps in float32 and rounded once.
     if offsets is None:
         seen = _with_past(x, state, W - 1).astype(wide)  # [B, W - 1 + T, C]
         terms = [w[j][None, None] * jax.lax.slice_in_dim(seen, j, j + T, axis=1) for j in range(W)]
     else:
-        terms = [w[j][None, None] * _inputs_before(x, state, offsets, W - 1 - j).astype(wide) for j in range(W)]
+        x, state = x.astype(wide), None if state is None else state.astype(wide)
+        terms = [w[j][None, None] * _inputs_before(x, state, offsets, W - 1 - j) for j in range(W)]
     total = sum(terms[1:], terms[0])
     return total if bias is None else total + bias.astype(wide)[None, None]
 

@@ -32,9 +32,11 @@ def activated(activation: str | None, arrays: Arrays, offsets: Array | None) -> 
     """y `[B, T, C]` of x, weight and those of bias and state that are given."""
     given = alike(arrays if offsets is None else {**arrays, "offsets": offsets})
     state, offsets = given.pop("state", None), given.pop("offsets", None)
-    y = _convolved(activation, given, offsets)
-    kept = given["weight"].shape[0] - 1
-    return y if state is None or kept == 0 else _from_state(activation, given, state, offsets, y)
+    if state is None or given["weight"].shape[0] == 1:
+        return _convolved(activation, given, offsets)
+    # Two parts of the tokens have their own part of the gradient of weight and bias: these are added before they are rounded.
+    given = {name: x if name == "x" else x.astype(jnp.float32) for name, x in given.items()}
+    return _from_state(activation, given, state, offsets, _convolved(activation, given, offsets))
 
 
 def _from_state(activation: str | None, arrays: Arrays, state: Array, offsets: Array | None, y: Array) -> Array:
