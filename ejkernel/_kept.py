@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 RECURRENCE_OUTPUT = "recurrence_output"
 RECURRENCE_STATES = "recurrence_states"  # before each chunk, at the end, and those that came from other shards
 ATTENTION_OUTPUT = "attention_output"
-ATTENTION_SUMS = "attention_sums"  # the logs of the softmax's sums
+ATTENTION_SUMS = "attention_sums"  # of the softmax, with its maximum
 
 Tree = TypeVar("Tree")
 

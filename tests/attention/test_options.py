@@ -158,6 +158,17 @@ def test_a_row_without_keys_gives_zeros_and_zero_gradients(cfg):
 
 
 @both_schedules
+@pytest.mark.parametrize("low", [-1e9, float(jnp.finfo(jnp.float32).min)])
+def test_a_finite_bias_for_every_key_makes_weights_alike_in_the_gradient_too(cfg, low):
+    q, k, v = arrays()
+    bias, sinks = jnp.zeros((T, 1)).at[3].set(low), jnp.full((H, 1), low)
+    fun = lambda v, sinks: attention(q, k, v, bias, softmax_aux=sinks, dtype=None, return_weights=False, cfg=cfg)[:, 3].sum()
+    dv, dsinks = jax.grad(fun, (0, 1))(v, sinks)
+    np.testing.assert_allclose(dv, np.full(v.shape, H / HKV / (S + 1)), rtol=1e-5)
+    np.testing.assert_allclose(dsinks[:, 0], -v.sum((0, 1, 3)).repeat(H // HKV) / (S + 1) ** 2, rtol=1e-3)
+
+
+@both_schedules
 def test_masks_and_bias_and_mask_info_all_apply(cfg):
     q, k, v = arrays()
     rng = np.random.default_rng(1)
@@ -367,6 +378,15 @@ def test_errors_say_each_legal_size_once():
 def test_config_refuses(fields, message):
     with pytest.raises(ValueError, match=message):
         AttentionConfig(**fields)
+
+
+@both_schedules
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int8])
+def test_segment_ids_of_any_integers(cfg, dtype):
+    q, k, v = arrays(T, T)
+    ids = np.array([[0] * 5 + [1] * 7] * B, dtype)
+    call = lambda info: attention(q, k, v, mask_info=info, dtype=None, cfg=cfg, return_weights=False)
+    np.testing.assert_array_equal(call(MaskInfo(q_segment_ids=ids, kv_segment_ids=ids)), call(MaskInfo.from_segments(ids)))
 
 
 def test_numpy_integers_are_integers():

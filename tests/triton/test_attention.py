@@ -94,7 +94,7 @@ def test_scores_up_to_the_cap(dtype):
     check(case)
 
 
-@pytest.mark.parametrize("soft_cap", [1e6, 1e20])
+@pytest.mark.parametrize("soft_cap", [1e6, 1e20, 3.4e38])
 def test_a_cap_far_above_the_scores_changes_nothing(soft_cap):
     """Where the difference of two numbers of the cap's size would leave none of their digits."""
     check(AttentionCase("no cap", q_len=24, kv_len=40, batch=1, heads=2, kv_heads=1, soft_cap=soft_cap, dtype="bfloat16"))

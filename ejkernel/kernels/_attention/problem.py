@@ -22,7 +22,7 @@ from ejkernel._numbers import as_flag
 from ejkernel._sizes import known
 from ejkernel.kernels._attention import arguments as check
 from ejkernel.kernels._attention.packing import Packed, Packing
-from ejkernel.types.mask import MaskInfo, as_window
+from ejkernel.types.mask import MaskInfo, as_window, signed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,7 +193,9 @@ class AttentionProblem:
             mask = check.mask("mask_info", info.attention_mask, shape)
             fields["mask"] = mask if self.mask is None else check.both(self.mask, mask, shape)
         else:
-            fields["q_segment_ids"], fields["kv_segment_ids"] = info.q_segment_ids, info.kv_segment_ids
+            for name in ("q_segment_ids", "kv_segment_ids"):
+                ids = getattr(info, name)
+                fields[name] = None if ids is None else signed(ids)
             fields["packing"] = packing
         by_position = info.q_segment_ids is not None or info.q_positions is not None or info.kv_positions is not None
         if by_position and (self.left is not None or self.right is not None):

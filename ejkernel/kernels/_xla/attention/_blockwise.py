@@ -5,15 +5,16 @@ Forward, for a block of queries, over the key blocks it can see (`top` is the ru
     e     = exp(logits - new_top)
     total = total * exp(top - new_top) + sum(e)
     acc   = acc   * exp(top - new_top) + dropped(e) value
-    output = acc / total,   lse = top + log(total)
+    output = acc / total,   share = 1 / total
 
-Backward, over the same tiles, with p = exp(logits - lse) recomputed and delta = sum(d_output * output):
+Backward, over the same tiles, with p = exp(logits - top) * share recomputed and delta = sum(d_output * output):
 
     d_value  += dropped(p)^T d_output
     d_logits  = p * (dropped(d_output value^T) - delta)
 
 and the way from d_logits to scores and bias is JAX's own gradient of `finish`.
-A sink is a logit that is there before the first block: it starts `top` and `total`.
+A sink is a logit that is there before the first block: it starts `top` and `total`. These are kept apart: in top + log(total)
+a bias of -1e9 for every key of a query, which many use for -inf, would leave nothing of the logarithm.
 
 Forward mode differentiates the forward loops; derivatives of derivatives are those of the direct form, which keeps all scores.
 """
@@ -52,6 +53,8 @@ from ejkernel.kernels._attention.logits import (
 from ejkernel.kernels._attention.problem import AttentionProblem
 from ejkernel.kernels._xla._transposable import call, linear_map
 from ejkernel.kernels._xla.attention._visits import visits
+
+Sums = Float[Array, "B Hkv G T"]
 
 
 class Blocks(NamedTuple):
@@ -117,45 +120,45 @@ def _attend(blocks: Blocks, form: Any, leaves: list[Array]) -> Float[Array, "B T
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
 def _attend_jvp(blocks: Blocks, form: Any, primals: Any, tangents: Any) -> Any:
     (leaves,), (moved,) = primals, tangents
-    output, lse = call(_Attend(blocks, form, keep_lse=True), *leaves)
-    output, lse = named(ATTENTION_OUTPUT, output), named(ATTENTION_SUMS, lse)
+    output, *sums = call(_Attend(blocks, form, keep_sums=True), *leaves)
+    output, sums = named(ATTENTION_OUTPUT, output), [named(ATTENTION_SUMS, x) for x in sums]
     moving = tuple(i for i, t in enumerate(moved) if not isinstance(t, SymbolicZero))
     if not moving:
         return output, jnp.zeros_like(output)
     tangent = _Derivative(blocks, form, moving)
     transpose = dataclasses.replace(tangent, transposed=True)
-    return output, linear_map(tangent, transpose, [*leaves, output, lse], [moved[i] for i in moving])[0]
+    return output, linear_map(tangent, transpose, [*leaves, output, *sums], [moved[i] for i in moving])[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Attend:
-    """`(*leaves) -> (output)`, and the log of the softmax's sum when the gradient wants it (see `_transposable`)."""
+    """`(*leaves) -> (output)`, and `top` and `share` when the gradient wants them (see `_transposable`)."""
 
     blocks: Blocks
     form: Any
-    keep_lse: bool = False
+    keep_sums: bool = False
     is_plain: bool = False
 
     def __call__(self, *leaves: Array) -> list[Array]:
         problem = jax.tree.unflatten(self.form, leaves)
         if self.is_plain:
-            lse = jax.eval_shape(functools.partial(_forward, self.blocks), problem)[1]
-            return [direct_output(problem), jnp.zeros(lse.shape, lse.dtype)][: 1 + self.keep_lse]
-        return list(_forward(self.blocks, problem))[: 1 + self.keep_lse]
+            sums = jax.eval_shape(functools.partial(_forward, self.blocks), problem)[1:]
+            return [direct_output(problem), *(jnp.zeros(x.shape, x.dtype) for x in sums)][: 1 + 2 * self.keep_sums]
+        return list(_forward(self.blocks, problem))[: 1 + 2 * self.keep_sums]
 
     def plain(self) -> _Attend:
         return dataclasses.replace(self, is_plain=True)
 
     def varies(self, mapped: Sequence[bool]) -> tuple[bool, ...]:
-        return (any(mapped),) * (1 + self.keep_lse)
+        return (any(mapped),) * (1 + 2 * self.keep_sums)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Derivative:
     """The derivative of `_attend` in the `moving` leaves, or its transpose.
 
-    `(*leaves, output, lse, *tangents of moving) -> (d_output)`, transposed
-    `(*leaves, output, lse, d_output) -> cotangents of moving`.
+    `(*leaves, output, top, share, *tangents of moving) -> (d_output)`, transposed
+    `(*leaves, output, top, share, d_output) -> cotangents of moving`.
     """
 
     blocks: Blocks
@@ -166,7 +169,7 @@ class _Derivative:
 
     def __call__(self, *flat: Array) -> list[Array]:
         count = self.form.num_leaves
-        leaves, (output, lse, *rest) = list(flat[:count]), flat[count:]
+        leaves, (output, top, share, *rest) = list(flat[:count]), flat[count:]
 
         def run(*some: Array) -> Array:
             changed = list(leaves)
@@ -180,7 +183,7 @@ class _Derivative:
             return [jax.jvp(run, some, tuple(rest))[1]]
         if self.is_plain:
             return list(jax.vjp(run, *some)[1](rest[0]))
-        found = _backward(self.blocks, jax.tree.unflatten(self.form, leaves), output, lse, rest[0])
+        found = _backward(self.blocks, jax.tree.unflatten(self.form, leaves), output, (top, share), rest[0])
         grads = self.form.flatten_up_to(found)
         return [grads[i] for i in self.moving]
 
@@ -198,8 +201,8 @@ def _start(problem: AttentionProblem, shape: tuple[int, ...], fill: float, dtype
 
 # Jitted, so that JAX traces the loops once for all that it asks of them.
 @functools.partial(jax.jit, static_argnums=(0,))
-def _forward(blocks: Blocks, problem: AttentionProblem) -> tuple[Float[Array, "B T H V"], Float[Array, "B Hkv G T"]]:
-    """The output and the log of the softmax's sum; +inf where nothing is attended to, so that exp(x - lse) is 0."""
+def _forward(blocks: Blocks, problem: AttentionProblem) -> tuple[Float[Array, "B T H V"], Sums, Sums]:
+    """The output, `top` and `share`; `top` is +inf where nothing is attended to, so that exp(x - top) is 0."""
     q_len, problem = problem.q_len, _padded(problem, blocks)
     start = functools.partial(_start, problem)
     wide, sums, plan = problem.accumulation_dtype, sum_dtype(problem), visits(problem, blocks.size_q, blocks.size_k)
@@ -225,21 +228,22 @@ def _forward(blocks: Blocks, problem: AttentionProblem) -> tuple[Float[Array, "B
         acc = acc * shrink[..., None].astype(wide) + product(problem, "bhgqk,bhkv->bhgqv", drop(problem, e, tile), v)
         return new_top, total * shrink + e.sum(-1, dtype=sums), acc
 
-    def query_block(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        output, lse = carry
+    def query_block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        output, tops, shares = carry
         at = _int32(i) * blocks.size_q
         q = cut(query, 3, at, blocks.size_q)
         acc = start((*rows, problem.value_dim), 0, wide)
         top, total, acc = lax.fori_loop(0, plan.number(i), functools.partial(key_block, i, q), (*first, acc))
-        acc = flat_rows(problem, acc / jnp.where(total == 0, 1, total)[..., None].astype(wide)).astype(problem.dtype)
-        # log(0) = -inf would turn into NaN against logits of -inf; the sum is 0 only where nothing attends.
-        row_lse = jnp.where(total == 0, jnp.inf, top + jnp.log(total))
-        return lax.dynamic_update_slice_in_dim(output, acc, at, 1), lax.dynamic_update_slice_in_dim(lse, row_lse, at, 3)
+        # Logits of -inf less a top of -inf would be NaN; the sum is 0 only where nothing attends.
+        top, total = jnp.where(total == 0, jnp.inf, top), jnp.where(total == 0, 1, total)
+        acc = flat_rows(problem, acc / total[..., None].astype(wide)).astype(problem.dtype)
+        put = lax.dynamic_update_slice_in_dim
+        return put(output, acc, at, 1), put(tops, top, at, 3), put(shares, 1 / total, at, 3)
 
     outputs = start((*problem.query.shape[:3], problem.value_dim), 0, problem.dtype)
-    lse = start((*rows[:3], problem.q_len), 0, sums)
-    outputs, lse = lax.fori_loop(0, as_value(problem.q_len // blocks.size_q), query_block, (outputs, lse))
-    return outputs[:, :q_len], lse[..., :q_len]
+    none = start((*rows[:3], problem.q_len), 0, sums)
+    found = lax.fori_loop(0, as_value(problem.q_len // blocks.size_q), query_block, (outputs, none, none))
+    return found[0][:, :q_len], found[1][..., :q_len], found[2][..., :q_len]
 
 
 class _Gradients(NamedTuple):
@@ -254,13 +258,14 @@ class _Gradients(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0,))
 def _backward(
-    blocks: Blocks, problem: AttentionProblem, output: Array, lse: Array, d_output: Float[Array, "B T H V"]
+    blocks: Blocks, problem: AttentionProblem, output: Array, kept: tuple[Sums, Sums], d_output: Float[Array, "B T H V"]
 ) -> AttentionProblem:
     """The gradient in the problem's own form; None where there is none."""
     given, problem = problem, _padded(problem, blocks)
     after = [(0, problem.q_len - given.q_len)]
     output, d_output = (jnp.pad(x, [(0, 0), *after, (0, 0), (0, 0)]) for x in (output, d_output))
-    lse = jnp.pad(lse, [(0, 0), (0, 0), (0, 0), *after], constant_values=jnp.inf)
+    more_rows = lambda x, fill: jnp.pad(x, [(0, 0), (0, 0), (0, 0), *after], constant_values=fill)
+    top, share = more_rows(kept[0], jnp.inf), more_rows(kept[1], 1)
     start = functools.partial(_start, problem)
     wide, plan = problem.accumulation_dtype, visits(problem, blocks.size_q, blocks.size_k)
     order = jnp.asarray(plan.order)
@@ -275,13 +280,13 @@ def _backward(
         q, d_out = (cut(x, 3, tile.start_q, tile.size_q) for x in (query, d_rows))
         q_t, d_out_t = (cut(x, 4, tile.start_q, tile.size_q) for x in (query_t, d_rows_t))
         k, v = (cut(x, 2, tile.start_k, tile.size_k) for x in (key, value))
-        lse_rows, delta_rows = (cut(x, 3, tile.start_q, tile.size_q)[..., None] for x in (lse, delta))
+        tops, shares, deltas = (cut(x, 3, tile.start_q, tile.size_q)[..., None] for x in (top, share, delta))
         keep, scores = keep_mask(problem, tile), product(problem, "bhgqd,bhkd->bhgqk", q, k)
         x, pull = jax.vjp(lambda scores, bias: finish(problem, scores, bias, keep), scores, cut_bias(problem, tile))
-        p = jnp.exp(x - lse_rows.astype(x.dtype))  # [B, Hkv, G, q, k]
+        p = jnp.exp(x - tops.astype(x.dtype)) * shares.astype(x.dtype)  # [B, Hkv, G, q, k]
         d_p = drop(problem, product(problem, "bhgqv,bhkv->bhgqk", d_out, v), tile)
         # Where one key has all the weight, d_p = delta; large queries would blow up the rounding error of the difference.
-        d_x = jnp.where(p == 1, 0, p.astype(wide) * (d_p - delta_rows))
+        d_x = jnp.where(p == 1, 0, p.astype(wide) * (d_p - deltas))
         d_scores, d_bias = pull(d_x.astype(x.dtype))
         d_v = product(problem, "bhvgq,bhgqk->bhvk", d_out_t, drop(problem, p, tile))
         d_k = product(problem, "bhdgq,bhgqk->bhdk", q_t, d_scores)
@@ -303,7 +308,7 @@ def _backward(
         bias=None if problem.bias is None else start(problem.grouped(problem.bias).shape, 0, wide),
     )
     sums = lax.fori_loop(0, as_value(problem.q_len // blocks.size_q), query_block, sums)
-    return _cotangents(given, sums, lse, delta)
+    return _cotangents(given, sums, top, share, delta)
 
 
 def _add(total: Array, part: Array, starts: dict[int, Any]) -> Array:
@@ -313,12 +318,12 @@ def _add(total: Array, part: Array, starts: dict[int, Any]) -> Array:
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, part.shape) + part.astype(total.dtype), at)
 
 
-def _cotangents(problem: AttentionProblem, sums: _Gradients, lse: Array, delta: Array) -> AttentionProblem:
+def _cotangents(problem: AttentionProblem, sums: _Gradients, top: Sums, share: Sums, delta: Array) -> AttentionProblem:
     """The gradients of a problem from sums over its padded form."""
     sinks, bias, scale, q_len, kv_len = problem.sinks, problem.bias, problem.traced_scale, problem.q_len, problem.kv_len
     if sinks is not None:
-        share = jnp.exp(sinks.reshape(1, problem.kv_heads, problem.groups, 1).astype(lse.dtype) - lse)  # [B, Hkv, G, T]
-        sinks = -(share * delta.astype(share.dtype)).sum((0, 3)).reshape(-1).astype(sinks.dtype)
+        weights = jnp.exp(sinks.reshape(1, problem.kv_heads, problem.groups, 1).astype(top.dtype) - top) * share
+        sinks = -(weights * delta.astype(weights.dtype)).sum((0, 3)).reshape(-1).astype(sinks.dtype)
     d_query = flat_rows(problem, sums.query)[:, :q_len]
     if scale is not None:
         total = (d_query * problem.query.astype(d_query.dtype)).sum()
