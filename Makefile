@@ -84,13 +84,21 @@ several-devices: setup
 	$(BIN)/python -m examples.several_devices --plot several_devices.png
 
 # On a machine with a GPU, with the Python that has its CUDA plugin: make test-gpu PYTHON=python3
+# JOBS processes share the GPU, so none may take its memory beforehand; what needs most of it runs after them, alone. Outcomes go to
+# REPORT at once: a run that is stopped goes on from there, and `python -m tests.progress FILE` says what it has found.
+JOBS ?= $(shell nproc)
+REPORT ?= build/gpu_tests.jsonl
+test-gpu compile-gpu-tests: export TRITON_CACHE_DIR ?= $(CURDIR)/build/triton
+test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE ?= false
+test-gpu: export OMP_NUM_THREADS ?= 1
+test-gpu: TESTED = $(PYTHON) -m pytest -p tests.progress --progress $(REPORT) tests
 test-gpu:
-	$(PYTHON) -m pytest tests -m gpu
+	$(TESTED) -m "gpu and not alone" $(if $(filter-out 0,$(JOBS)),-n $(JOBS) --dist worksteal); shared=$$?; \
+	$(TESTED) -m "gpu and alone" && exit $$shared
 
-# What `make test-gpu` launches, compiled for an H200 without one: with TRITON_CACHE_DIR a GPU's machine starts from there.
-compile-gpu-tests: export TRITON_CACHE_DIR ?= $(CURDIR)/build/triton
+# What `make test-gpu` launches, compiled for an H200 without one, but for calls whose arrays would not fit here.
 compile-gpu-tests:
-	$(PYTHON) -m pytest -p tests.ahead tests -m gpu -n 2
+	$(PYTHON) -m pytest -p tests.ahead tests -m "gpu and not alone" -n $(JOBS)
 
 # Out-of-bounds reads and writes of every Triton kernel, on a GPU. Each array is an allocation of its own, so that its end is one.
 # The first run compiles, the second is watched.

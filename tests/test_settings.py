@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from ejkernel.modules import (
 )
 from ejkernel.ops import ConfigSelectorChain, Executor
 from ejkernel.ops.compare import _errors
-from ejkernel.testing.compare import assert_close, relative_rms
+from ejkernel.testing.compare import assert_close, reference_settings, relative_rms
 from ejkernel.testing.delta_cases import DeltaCase
 from ejkernel.testing.linear_cases import LinearCase
 from ejkernel.types.mask import MaskInfo
@@ -227,3 +228,9 @@ def test_tuning_compares_16_bit_results_under_strict_promotion():
         unequal, largest, _ = _errors(x, x * 1.5)
     assert not unequal
     assert float(largest) == 0.5
+
+
+def test_references_are_computed_on_the_cpu():
+    settings: Any = jax.config  # whose attributes come from flags, which type checkers do not see
+    with reference_settings():
+        assert settings.jax_default_device == jax.local_devices(backend="cpu")[0]

@@ -50,14 +50,25 @@ def relative_rms(got: Any, want: Any) -> float:
 
 @contextlib.contextmanager
 def reference_settings() -> Iterator[None]:
-    """What a reference is computed under, whatever JAX's settings are where it is asked for."""
+    """What a reference is computed under, whatever JAX's settings are where it is asked for.
+
+    On the CPU, where there is one beside the default device: a GPU would launch a few kernels for every token.
+    """
     with (
+        _on_cpu(),
         jax.enable_x64(True),
         jax.disable_jit(False),
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
     ):
         yield
+
+
+def _on_cpu() -> contextlib.AbstractContextManager[None]:
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS names others alone
+        return contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True)

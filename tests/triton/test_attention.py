@@ -282,6 +282,7 @@ def test_gradients_are_reproducible():
         np.testing.assert_array_equal(x, second[name])
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not ON_GPU, reason="needs an H200's memory")
 def test_more_than_two_to_the_31_elements():
     """The last tokens of a call whose arrays have more elements than an int32 counts, against a short call on them alone."""

@@ -172,12 +172,13 @@ def test_same_bits_on_repeat(gate):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+@pytest.mark.alone
 def test_offsets_beyond_32_bits():
     """The last tokens of 2^31 elements, after a reset, are those of a call that has no others."""
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if memory is not None and memory < 90e9:
         pytest.skip(f"needs 90 GB of the GPU's memory; JAX has {memory / 1e9:.0f}")
-    for gate in ("g", "gk"):  # in one test: two processes would not find room for both at once
+    for gate in ("g", "gk"):
         whole, alone = after_a_reset(gate, T=2**20 + 64, H=32, rows=128)
         for name, want in alone.items():
             assert relative_rms(whole[name], want) < 1e-3, (gate, name)
