@@ -7,23 +7,19 @@
     TRITON_INTERPRET=1 python -m benchmarks.attention_options_gpu --tiny --sides triton cudnn auto xla          on a CPU
 
 bf16, causal. Times are kernel times: CUPTI's durations of every kernel that a call launches, summed, for all sides by the same
-profiler (torch's), in one run. FlexAttention is compiled by torch with its own default tiles, and has the same option. The JSON
-file is written after every measurement, and what it has already is not measured again: a run that was cut off goes on where it
-stopped. `--tiles` measures one kernel alone with other tiles (queries, keys, warps, stages), `--together` each with another
-order of its programs. `--tiny` runs every row once for a few tokens, by the clock, to see that it does.
+profiler (torch's), in one run. FlexAttention is compiled by torch with its own default tiles, and has the same option.
+`ejkernel.testing.bench_run` says how a run that was cut off goes on. `--tiles` measures one kernel alone with other tiles
+(queries, keys, warps, stages), `--together` each with another order of its programs. `--tiny` runs every row once for a few
+tokens, by the clock, to see that it does.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import gc
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory beside it
@@ -39,7 +35,6 @@ from benchmarks.attention_rows import (
     WINDOW,
     Row,
     arguments,
-    cudnn,
     inputs,
     on_triton,
     ours,
@@ -47,10 +42,12 @@ from benchmarks.attention_rows import (
     with_gradient,
 )
 from benchmarks.kernel_times import BANDWIDTH, kernel_ms
+from ejkernel.testing.bench_run import Run
 from ejkernel.testing.compare import relative_rms
 from ejkernel.types.mask import MaskInfo
 
-NONE = float("nan")
+NONE = float("nan")  # of a side that cannot run a row
+ERRORS_SHAPE, TINY_ERRORS = (1, 1024, 4, 128), (1, 64, 2, 16)
 TILES = {
     "forward": ["128,128,8,2", "128,64,8,2", "128,64,8,3", "128,64,4,2", "64,64,4,2", "64,64,4,3", "64,128,4,2", "128,32,4,3"],
     "query": ["128,64,8,2", "128,64,8,1", "128,32,8,3", "64,64,4,2", "64,64,4,1", "128,128,8,1", "64,128,4,1", "128,64,4,2"],
@@ -76,68 +73,37 @@ def clock_ms(call: Callable[[], Any], _: Any) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-class Record:
-    """What was measured, by row and side (forward, forward + backward; None: it could not), in a file as soon as it is."""
-
-    def __init__(self, path: str | None, device: str):
-        self.path = Path(path) if path else None
-        self.device = device
-        self.rows: dict[str, dict[str, list[float | None]]] = {}
-        if self.path is not None and self.path.exists():
-            found = json.loads(self.path.read_text())
-            if found["device"] != device:
-                raise SystemExit(f"--json {path} has times of {found['device']!r}, and this is {device!r}: name another file")
-            self.rows = found["rows"]
-
-    def times(self, row: str, side: str, measure: Callable[[], list[float]]) -> list[float]:
-        """NaN where a side cannot run a row."""
-        known = self.rows.setdefault(row, {})
-        if None in known.get(side, [None]):
-            try:
-                known[side] = [float(x) for x in measure()]
-            except Exception as error:  # it must not take the table with it
-                print(f"{row}, {side}: {type(error).__name__}: {str(error)[:500]}", file=sys.stderr, flush=True)
-                known[side] = [None, None]
-            self._write()
-            gc.collect()
-        return [NONE if x is None else x for x in known[side]]
-
-    def _write(self) -> None:
-        if self.path is not None:
-            part = self.path.with_suffix(".part")
-            part.write_text(json.dumps({"device": self.device, "rows": self.rows}, indent=1))
-            part.replace(self.path)
-
-
-def decode(record: Record, measure: Callable[..., float], tiny: bool) -> None:
+def decode(run: Run, measure: Callable[..., float], tiny: bool) -> None:
     """64 sequences, 32 query and 8 key heads of 128, 8192 keys: beside the bytes of the cache."""
     B, S, H, HK, D = (2, 64, 4, 2, 16) if tiny else (64, 8192, 32, 8, 128)
     floor = 2 * B * S * HK * D * 2 / BANDWIDTH * 1e3
 
-    def of(given: Any) -> list[float]:
+    def of(given: Any) -> dict[str, Any]:
         q = jax.random.normal(jax.random.key(0), (B, 1, H, D), jnp.bfloat16)
         k, v = (jax.random.normal(jax.random.key(n), (B, S, HK, D), jnp.bfloat16) for n in (1, 2))
         attend = functools.partial(on_triton, return_weights=False, dtype=None)
-        run = jax.jit(lambda q, k, v, info: attend(q, k, v, mask_info=info))
-        return [measure(functools.partial(run, q, k, v, given), wait)]
+        step = jax.jit(lambda q, k, v, info: attend(q, k, v, mask_info=info))
+        return {"ms": [measure(functools.partial(step, q, k, v, given), wait)]}
 
     info = MaskInfo.from_segments(jnp.zeros((B, 1), jnp.int32), jnp.zeros((B, S), jnp.int32))
     for label, given in (("plain", None), ("kv lengths", info)):
-        ms = record.times(f"decode, {label}", "triton", functools.partial(of, given))[0]
-        print(f"decode, {label}: {ms:.4f} ms, byte floor {floor:.4f}, ratio {ms / floor:.2f}", flush=True)
+        if (line := run.part("triton", functools.partial(of, given), call=f"decode, {label}")) is not None:
+            ms = line["ms"][0]
+            print(f"decode, {label}: {ms:.4f} ms, byte floor {floor:.4f}, ratio {ms / floor:.2f}", flush=True)
 
 
-def table(record: Record, chosen: list[Row], sides: list[str], measure: Callable[..., float]) -> None:
+def table(run: Run, chosen: list[Row], sides: list[str], measure: Callable[..., float]) -> None:
     """Times of every side, and the first side's over each other's: forward, then forward + backward."""
     first, *others = sides
     each = [first, *(cell for name in others for cell in (name, f"{first} / {name}"))]
     print("| call | " + " | ".join([*each, *(f"{cell}, with gradient" for cell in each)]) + " |")
     print("|---" * (1 + 2 * len(each)) + "|")
     for row in chosen:
-        of = lambda side, row=row: [measure(call, wait) for call in SIDES[side](row)]
+        of = lambda side, row=row: {"ms": [measure(call, wait) for call in SIDES[side](row)]}
         # cuDNN's is the plain call of the shape, whatever the option.
         name = lambda side, row=row: str(row if side != "cudnn" or row.lengths else Row(row.shape, "none"))
-        found = {side: record.times(name(side), side, functools.partial(of, side)) for side in sides}
+        lines = {side: run.part(side, functools.partial(of, side), call=name(side)) for side in sides}
+        found = {side: [NONE, NONE] if line is None else line["ms"] for side, line in lines.items()}
         cells = []
         for n in range(2):
             cells.append(f"{found[first][n]:.3f}")
@@ -145,36 +111,42 @@ def table(record: Record, chosen: list[Row], sides: list[str], measure: Callable
         print(f"| {row} | {' | '.join(cells)} |", flush=True)
 
 
-def errors() -> bool:
+def errors(run: Run, shape: tuple[int, int, int, int]) -> bool:
     """Relative RMS of output and gradients against float32 xla on the same inputs; cuDNN's plain call beside it."""
-    shape, right = (1, 1024, 4, 128), True
-    names = ("output", "query", "key", "value", "softmax_aux", "bias")
+    names, right = ("output", "query", "key", "value", "softmax_aux", "bias"), True
     print("| option | side | output | dquery | dkey | dvalue | dsinks | dbias |\n" + "|---" * 8 + "|")
     for option in (*OPTIONS, f"cap, window {WINDOW}"):
+        if not run.asks_for(option):
+            continue
         row = Row(shape, option)
-        wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        q, k, v, do = inputs(shape)
-        arrays, others, options = arguments(row)
-        run = lambda q, k, v, arrays, others=others, options=options: ejkernel.attention(
-            q, k, v, **arrays, **others, **options, platform="xla"
-        )
-        want = _named(jax.jit(with_gradient(run))(wide(do), *map(wide, (q, k, v)), jax.tree.map(wide, arrays)))
-        sides = {"triton": _named(ours(row)[1]())}
-        if option == "none":
-            output, grads = cudnn(row)[1]()[0]
-            sides["cuDNN"] = _named((output, grads))
-        for side, got in sides.items():
-            found = {name: relative_rms(np.asarray(wide(got[name])), np.asarray(want[name])) for name in names if name in got}
+        want = functools.cache(functools.partial(_wanted, row))
+        for side in ("triton", "cudnn") if option == "none" else ("triton",):
+            measure = functools.partial(_errors_of, side, row, want)
+            if (line := run.part(side, measure, what="errors", option=option)) is None:
+                right = False
+                continue
+            found = line["errors"]
             right &= max(found.values()) < 6e-3
-            print(
-                f"| {option} | {side} | " + " | ".join(f"{found[n]:.1e}" if n in found else "-" for n in names) + " |",
-                flush=True,
-            )
+            cells = " | ".join(f"{found[n]:.1e}" if n in found else "-" for n in names)
+            print(f"| {option} | {side} | {cells} |", flush=True)
     return right
 
 
-def _on_xla(q: jax.Array, k: jax.Array, v: jax.Array, arrays: Any, others: Any, options: Any) -> jax.Array:
-    return ejkernel.attention(q, k, v, **arrays, **others, **options, platform="xla")
+def _wanted(row: Row) -> dict[str, jax.Array]:
+    q, k, v, do = inputs(row.shape)
+    arrays, others, options = arguments(row)
+    run = lambda q, k, v, arrays: ejkernel.attention(q, k, v, **arrays, **others, **options, platform="xla")
+    return _named(jax.jit(with_gradient(run))(_wide(do), *map(_wide, (q, k, v)), jax.tree.map(_wide, arrays)))
+
+
+def _errors_of(side: str, row: Row, want: Callable[[], dict[str, jax.Array]]) -> dict[str, Any]:
+    result = SIDES[side](row)[1]()
+    got, exact = _named(result[0] if side == "cudnn" else result), want()
+    return {"errors": {n: relative_rms(np.asarray(_wide(got[n])), np.asarray(exact[n])) for n in exact if n in got}}
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _named(result: Any) -> dict[str, jax.Array]:
@@ -231,8 +203,7 @@ def kernel_ms_of(call: Callable[[], Any], name: str, repeats: int = 10) -> float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="where the numbers go; what is there is not measured again")
-    parser.add_argument("--rows", nargs="*", default=[""], help="only rows whose name contains one of these")
+    Run.add_options(parser, rows="name")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=["triton", "cudnn", "flex"], help="who runs them")
     parser.add_argument("--tiny", action="store_true", help="a few tokens, by the clock")
     parser.add_argument("--errors", action="store_true", help="errors instead of times")
@@ -240,9 +211,10 @@ def main() -> None:
     parser.add_argument("--together", type=int, nargs="+", help="other numbers of heads at one time instead")
     parser.add_argument("--try", dest="tried", nargs="*", help="tiles to try: queries,keys,warps,stages")
     options = parser.parse_args()
-    chosen = [row for row in rows(options.tiny) if any(text in str(row) for text in options.rows)]
+    run = Run(options)
+    chosen = [row for row in rows(options.tiny) if run.asks_for(str(row))]
     if options.errors:
-        raise SystemExit(0 if errors() else "WRONG RESULTS")
+        raise SystemExit(0 if errors(run, TINY_ERRORS if options.tiny else ERRORS_SHAPE) else "WRONG RESULTS")
     if options.together:
         for row in chosen:
             orders(row, options.together)
@@ -252,11 +224,10 @@ def main() -> None:
             sweep(options.tiles, row, options.tried or TILES[options.tiles])
         return
     measure = clock_ms if options.tiny else kernel_ms
-    record = Record(options.json, jax.devices()[0].device_kind)
-    if any(text in "decode" for text in options.rows):
-        decode(record, measure, options.tiny)
+    if run.asks_for("decode"):
+        decode(run, measure, options.tiny)
     if chosen:
-        table(record, chosen, options.sides, measure)
+        table(run, chosen, options.sides, measure)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The gated delta rule on a GPU: the triton platform beside flash-linear-attention and jax-linear-attention, in one run.
 
-    python -m benchmarks.delta_rule_gpu [--sides ours fla jla] [--rows TEXT ...] [--kernels] [--json results.jsonl]
-    python -m benchmarks.delta_rule_gpu --errors                              errors against float64
+    python -m benchmarks.delta_rule_gpu [--sides ours fla jla] [--rows TEXT ...] [--kernels] [--json FILE] [--seconds-in-all S]
+    python -m benchmarks.delta_rule_gpu --errors [--json FILE]                errors against float64
+    TRITON_INTERPRET=1 python -m benchmarks.delta_rule_gpu --tiny --sides ours                                on a CPU
 
 Times are kernel times, measured as in `linear_attention_gpu`: CUPTI's durations of every kernel that a call launches. A side
 that does not take a call is left out of its row. --kernels lists ours one by one.
@@ -20,15 +21,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernel_times import BANDWIDTH, Arrays, Calls, Lines, difference, jitted, kernel_ms, named, print_kernels
+from benchmarks.kernel_times import BANDWIDTH, Arrays, Calls, difference, jitted, kernel_ms, named, print_kernels
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._triton import gated_delta_rule
 from ejkernel.testing import jax_linear
+from ejkernel.testing.bench_run import Run, by_row
 from ejkernel.testing.compare import relative_rms
 from ejkernel.testing.delta_cases import BETA_KINDS, GATE_KINDS, KEY_KINDS, DeltaCase
-from ejkernel.testing.delta_gpu import ROWS, inputs
+from ejkernel.testing.delta_gpu import ROWS, SHAPES, inputs
 from ejkernel.testing.flash_delta import FlashDelta
 from ejkernel.testing.flash_linear import forget_tuning, tune_on_all_cores
+from ejkernel.testing.flash_linear import missing as fla_missing
+from ejkernel.testing.results import Line
 
 
 def ours(arrays: Arrays, do: jax.Array, cu: np.ndarray | None, cfg: GatedDeltaRuleConfig | None = None) -> Calls:
@@ -50,25 +54,32 @@ def jla(arrays: Arrays, do: jax.Array, cu: np.ndarray | None) -> Calls:
 
 
 SIDES: dict[str, Callable[..., Calls]] = {"ours": ours, "fla": fla, "jla": jla}
+MISSING = {"fla": fla_missing, "jla": jax_linear.missing}
+TINY = (1, 70, 2, 2, 64, 64)
 
 
-def decode() -> None:
-    """A step of 128 sequences with 16 heads of 128 x 128, the state in place, beside its byte floor."""
+def decode_ms(kind: str) -> dict[str, float]:
+    """A step of 128 sequences with 16 heads of 128 x 128, the state in place, and its byte floor, with a gate of a kind."""
     B, H, K = 128, 16, 128
-    floor = 2 * B * H * K * K * 4 / BANDWIDTH * 1e3
+    x = [jax.random.normal(jax.random.key(i), (B, 1, H, K), jnp.float32).astype(jnp.bfloat16) for i in range(3)]
+    beta = jax.nn.sigmoid(x[0][..., 0])
+    g = -jnp.abs(x[1] if kind == "channel" else x[1][..., 0])
+    step = jax.jit(lambda q, k, v, beta, g, S: gated_delta_rule(q, k, v, beta, g, initial_state=S), donate_argnums=5)
+    state = [jnp.zeros((B, H, K, K), jnp.float32)]
+
+    def call() -> Any:
+        out, state[0] = step(*x, beta, g, state[0])
+        return out
+
+    return {"ms": kernel_ms(call, jax.block_until_ready), "floor": 2 * B * H * K * K * 4 / BANDWIDTH * 1e3}
+
+
+def decode(run: Run) -> None:
+    """Both kinds of gates, beside their byte floor."""
     for kind in ("head", "channel"):
-        x = [jax.random.normal(jax.random.key(i), (B, 1, H, K), jnp.float32).astype(jnp.bfloat16) for i in range(3)]
-        beta = jax.nn.sigmoid(x[0][..., 0])
-        g = -jnp.abs(x[1] if kind == "channel" else x[1][..., 0])
-        step = jax.jit(lambda q, k, v, beta, g, S: gated_delta_rule(q, k, v, beta, g, initial_state=S), donate_argnums=5)
-        state = [jnp.zeros((B, H, K, K), jnp.float32)]
-
-        def call(step=step, x=x, beta=beta, g=g, state=state) -> Any:
-            out, state[0] = step(*x, beta, g, state[0])
-            return out
-
-        took = kernel_ms(call, jax.block_until_ready)
-        print(f"decode, gate per {kind}: {took:.4f} ms, byte floor {floor:.4f}, ratio {took / floor:.2f}", flush=True)
+        if (line := run.part("ours", functools.partial(decode_ms, kind), what="decode", gate=kind)) is not None:
+            took, floor = line["ms"], line["floor"]
+            print(f"decode, gate per {kind}: {took:.4f} ms, byte floor {floor:.4f}, ratio {took / floor:.2f}", flush=True)
 
 
 class OutputAlone(DeltaCase):
@@ -79,83 +90,98 @@ class OutputAlone(DeltaCase):
         return np.asarray(jnp.asarray(output).astype(jnp.bfloat16).astype(jnp.float32)), np.zeros_like(state)
 
 
-def errors(sides: list[str]) -> None:
+def errors(run: Run, sides: list[str]) -> None:
     """Relative RMS errors against float64 on the same bfloat16 inputs: output and every gradient."""
-
     print("| gate | strength | keys | beta | side | output | dquery | dkey | dvalue | dbeta | dg |\n" + "|---" * 11 + "|")
     some = [(gate, kind, "unit", "usual") for gate in ("head", "channel") for kind in GATE_KINDS if kind != "positive"]
     some += [(gate, "mild", keys, beta) for gate in ("head", "channel") for keys in KEY_KINDS for beta in BETA_KINDS]
-    for gate, kind, keys, beta in [(None, "mild", "unit", "usual"), *some]:
+    for row in dict.fromkeys([(None, "mild", "unit", "usual"), *some]):
+        words = dict(zip(("gate", "strength", "keys", "beta"), map(str, row), strict=True))
+        if not run.asks_for(" ".join(words.values()) + ";"):
+            continue
         case = OutputAlone(
-            "errors", batch=1, time=512, key_channels=64, value_channels=64, gate=gate, gate_kind=kind, key_kind=keys,
-            beta_kind=beta, dtype="bfloat16",
+            "errors", batch=1, time=512, key_channels=64, value_channels=64, gate=row[0], gate_kind=row[1], key_kind=row[2],
+            beta_kind=row[3], dtype="bfloat16",
         )  # fmt: skip
-        arrays, _ = case.arguments()
-        want, do = case.expected(), jnp.asarray(case.weights()[0]).astype(jnp.bfloat16)
+        want = functools.cache(case.expected)
         for label in sides:
-            make = functools.partial(fla, keep_tuning=True) if label == "fla" else SIDES[label]  # one shape, one tuning
-            try:
-                _, both, wait = make(dict(arrays), do, None)
-                wait(result := both())
-            except Exception as problem:  # a side that cannot run a line must not take the table with it
-                print(f"{label} leaves out {gate}, {kind}: {str(problem).splitlines()[0][:120]}", file=sys.stderr, flush=True)
-                continue
-            got = named(result)
-            names = [n for n in ("output", "query", "key", "value", "beta", "g") if n in got]
-            found = [relative_rms(got[n], want[n if n == "output" else f"d{n}"]) for n in names]
-            print(
-                f"| {gate} | {kind} | {keys} | {beta} | {label} | " + " | ".join(f"{e:.1e}" for e in found) + " |", flush=True
-            )
+            measure = lambda case=case, want=want, label=label: {"errors": errors_of(case, want(), label)}
+            if (line := run.part(label, measure, what="errors", **words)) is not None:
+                cells = [*words.values(), label, *(f"{e:.1e}" for e in line["errors"].values())]
+                print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def errors_of(case: OutputAlone, want: dict[str, np.ndarray], label: str) -> dict[str, float]:
+    """Of one side, by name."""
+    make = functools.partial(fla, keep_tuning=True) if label == "fla" else SIDES[label]  # one shape, one tuning
+    do = jnp.asarray(case.weights()[0]).astype(jnp.bfloat16)
+    _, both, wait = make(dict(case.arguments()[0]), do, None)
+    wait(result := both())
+    got = named(result)
+    names = [n for n in ("output", "query", "key", "value", "beta", "g") if n in got]
+    return {n: relative_rms(got[n], want[n if n == "output" else f"d{n}"]) for n in names}
+
+
+def measured(run: Run, name: str, kind: str, sides: dict[str, Callable[..., Calls]], kernels: bool) -> Line:
+    """One row: by side its milliseconds (forward, forward + backward) and how far its results are from ours."""
+    mine: dict[str, jax.Array] = {}
+
+    def measure(side: str) -> dict[str, Any]:
+        forward, both, wait = sides[side](*inputs(name, kind))
+        found: dict[str, Any] = {"ms": (kernel_ms(forward, wait), kernel_ms(both, wait))}
+        if kernels and side == "ours":
+            print_kernels(both, wait)
+        result = named(both())
+        if side == "ours":
+            mine.update(result)
+        elif "ours" in sides:
+            if not mine:  # measured by an earlier run
+                mine.update(named(sides["ours"](*inputs(name, kind))[1]()))
+            found["differs by"] = max(float(difference(result[n], mine[n])) for n in mine if n in result)
+        return found
+
+    lines = [run.part(side, functools.partial(measure, side), shape=name, gate=kind) for side in sides]
+    return next(iter(by_row(filter(None, lines), "shape", "gate")), {"shape": name, "gate": kind})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    Run.add_options(parser)
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
-    parser.add_argument("--rows", nargs="*", default=[""], help="only rows whose 'shape gate;' contains one of these")
     parser.add_argument("--kernels", action="store_true", help="ours, kernel by kernel")
     parser.add_argument("--cfg", type=json.loads, help="fields of a configuration for ours, as JSON")
     parser.add_argument("--errors", action="store_true", help="errors against float64 instead of times")
-    parser.add_argument("--json", help="where the numbers go: an object a line, as they are measured")
+    parser.add_argument("--tiny", action="store_true", help="rows of 70 tokens: to try this script")
     options = parser.parse_args()
-    if "fla" in options.sides:
+    run = Run(options)
+    missing = {side: why for side, of in MISSING.items() if side in options.sides and (why := of()) is not None}
+    for side, why in missing.items():
+        print(f"{side} is left out: {why}", file=sys.stderr)
+    chosen = [side for side in SIDES if side in options.sides and side not in missing]
+    if "fla" in chosen:
         tune_on_all_cores()
     if options.errors:
-        errors(options.sides)
+        errors(run, chosen)
         return
+    if options.tiny:
+        SHAPES.update({name: TINY for name in SHAPES if not name.startswith("packed")})
     cfg = None if options.cfg is None else GatedDeltaRuleConfig(**{"schedule": "chunked", "block_q": 64, **options.cfg})
-    if options.rows == [""]:
-        decode()
-    lines = Lines(options.json)
-    for name, kind in (row for row in ROWS if any(text in f"{row[0]} {row[1]};" for text in options.rows)):
-        row: dict[str, Any] = {"shape": name, "gate": kind}
-        first = None
-        for side in options.sides:
-            arrays, do, cu = inputs(name, kind)
-            try:
-                make = SIDES[side](arrays, do, cu, *([cfg] if side == "ours" else []))
-                forward, both, wait = make
-                row[side] = kernel_ms(forward, wait), kernel_ms(both, wait)
-                if options.kernels and side == "ours":
-                    print_kernels(both, wait)
-                result = named(both())
-                if first is None:
-                    first = result
-                else:
-                    row[f"{side} differs by"] = max(float(difference(result[n], first[n])) for n in first if n in result)
-            except Exception as problem:
-                print(f"{side} leaves out {name}, {kind}: {str(problem).splitlines()[0][:120]}", file=sys.stderr, flush=True)
-        lines.add(**row)
-        print(_line(row), flush=True)
+    sides = {side: SIDES[side] for side in chosen} | ({"ours": functools.partial(ours, cfg=cfg)} if "ours" in chosen else {})
+    if run.whole and not options.tiny and "ours" in sides:
+        decode(run)
+    for name, kind in ROWS:
+        if run.asks_for(f"{name} {kind};") and not (options.tiny and name.startswith("packed")):
+            print(_line(measured(run, name, kind, sides, options.kernels)), flush=True)
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Line) -> str:
     cells = [row["shape"], row["gate"]]
     for side in SIDES:
         if side in row:
-            cells.append(f"{side} {row[side][0]:.3f} / {row[side][1]:.3f}")
+            cells.append(side + " {:.3f} / {:.3f}".format(*row[side]["ms"]))
             if side != "ours" and "ours" in row:
-                ratios = [ours / theirs for ours, theirs in zip(row["ours"], row[side], strict=True)]
-                cells.append(f"{ratios[0]:.2f} / {ratios[1]:.2f}, differs by {row[f'{side} differs by']:.0e}")
+                ratios = [ours / theirs for ours, theirs in zip(row["ours"]["ms"], row[side]["ms"], strict=True)]
+                cells.append(f"{ratios[0]:.2f} / {ratios[1]:.2f}, differs by {row[side]['differs by']:.0e}")
     return "| " + " | ".join(cells) + " |"
 
 

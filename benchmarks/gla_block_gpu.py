@@ -1,6 +1,6 @@
 """A training step of a gated-linear-attention block on a GPU: on the triton platform and on jax-linear-attention, in one run.
 
-    python -m benchmarks.gla_block_gpu [--batch 8] [--sides ours jla] [--json block.jsonl] [--kernels]
+    python -m benchmarks.gla_block_gpu [--batch 8] [--sides ours jla] [--json block.jsonl] [--seconds-in-all S] [--kernels]
     python -m benchmarks.gla_block_gpu --plot block.jsonl picture.png
     python -m benchmarks.gla_block_gpu --tiny                            tries the script, on any device
 
@@ -26,9 +26,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernel_times import Lines, difference, jitted, kernel_ms, print_kernels, read_lines
+from benchmarks.kernel_times import difference, jitted, kernel_ms, print_kernels
 from ejkernel.modules import recurrent_attention
 from ejkernel.testing import jax_linear
+from ejkernel.testing.bench_run import Run
+from ejkernel.testing.results import read
 
 Attend = Callable[..., jax.Array]  # of query, key, value [B, T, H, D] and gk by name
 Parameters = dict[str, jax.Array]
@@ -105,6 +107,7 @@ def ours(tiny: bool) -> Attend:
     return lambda **arrays: recurrent(**arrays)[0]
 
 
+@functools.cache
 def attention_ms(attend: Attend, sizes: Sizes) -> tuple[float, float]:
     """(forward, forward + backward) of the attention alone, on arrays as the block makes them."""
     keys = jax.random.split(jax.random.key(1), 5)
@@ -115,23 +118,25 @@ def attention_ms(attend: Attend, sizes: Sizes) -> tuple[float, float]:
     return kernel_ms(forward, wait), kernel_ms(both, wait)
 
 
-def measured(side: str, attend: Attend, sizes: Sizes, kernels: bool) -> list[tuple[dict[str, Any], Parameters]]:
-    """A row for each way, with the parameters after one step."""
+def batch_of(sizes: Sizes) -> jax.Array:
+    """What goes into the block."""
+    return jax.random.normal(jax.random.key(2), (sizes.batch, sizes.time, sizes.width), jnp.float32).astype(jnp.bfloat16)
+
+
+def updated_once(attend: Attend, sizes: Sizes, checkpoint: bool) -> Parameters:
+    """The parameters after one step."""
+    return step_of(attend, sizes, checkpoint)(parameters(sizes), batch_of(sizes))[0]
+
+
+def measured(attend: Attend, sizes: Sizes, checkpoint: bool, kernels: bool) -> tuple[dict[str, Any], Parameters]:
+    """The times of a way, and the parameters after one step."""
     forward, both = attention_ms(attend, sizes)
-    weights = parameters(sizes)
-    x = jax.random.normal(jax.random.key(2), (sizes.batch, sizes.time, sizes.width), jnp.float32).astype(jnp.bfloat16)
-    found = []
-    for checkpoint in (False, True):
-        step = step_of(attend, sizes, checkpoint)
-        call = functools.partial(step, weights, x)
-        row = {
-            "side": side, "checkpoint": checkpoint, "step": kernel_ms(call, jax.block_until_ready),
-            "attention": both + forward * checkpoint, "sizes": dataclasses.asdict(sizes),
-        }  # fmt: skip
-        if kernels:
-            print_kernels(call, jax.block_until_ready)
-        found.append((row, call()[0]))
-    return found
+    step = step_of(attend, sizes, checkpoint)
+    call = functools.partial(step, parameters(sizes), batch_of(sizes))
+    found = {"step": kernel_ms(call, jax.block_until_ready), "attention": both + forward * checkpoint}
+    if kernels:
+        print_kernels(call, jax.block_until_ready)
+    return {**found, "sizes": dataclasses.asdict(sizes)}, call()[0]
 
 
 def apart(mine: Parameters, theirs: Parameters, before: Parameters) -> float:
@@ -143,7 +148,7 @@ def plot(source: str, target: str) -> None:
     """A bar for each row: the attention's part of the step, and the rest."""
     import matplotlib.pyplot as plt
 
-    rows = read_lines(source)
+    rows = [line for line in read(source) if "step" in line]
     figure, axes = plt.subplots(figsize=(9, 0.55 * len(rows) + 1.4), layout="constrained")
     colours = {"ours": "tab:blue", "jla": "tab:orange"}
     for place, row in enumerate(rows):
@@ -164,9 +169,9 @@ def plot(source: str, target: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    Run.add_options(parser, rows="'checkpoint on' or 'checkpoint off'")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sides", nargs="+", default=list(NAMES), choices=list(NAMES))
-    parser.add_argument("--json", help="where the numbers go: an object a line, as they are measured")
     parser.add_argument("--kernels", action="store_true", help="the longest kernels of each step")
     parser.add_argument("--tiny", action="store_true", help="64 tokens, ours on any platform: to try this script")
     parser.add_argument("--plot", nargs=2, metavar=("RESULTS", "PICTURE"), help="draw a picture of earlier results")
@@ -175,20 +180,31 @@ def main() -> None:
         plot(*options.plot)
         return
     sizes = Sizes(1, 64, 2, 16) if options.tiny else Sizes(options.batch)
-    lines, mine = Lines(options.json), None
+    run, updates = Run(options), dict[bool, Parameters]()
+    sides = {"ours": ours(options.tiny), "jla": jax_linear.linear()}
     print("| side | jax.checkpoint | step, ms | attention, ms | its part | updates differ from ours by |\n" + "|---" * 6 + "|")
+
+    def measure(side: str, checkpoint: bool) -> dict[str, Any]:
+        found, updated = measured(sides[side], sizes, checkpoint, options.kernels)
+        if side == "ours":
+            updates[checkpoint] = updated
+        elif "ours" in options.sides:
+            mine = updates.get(checkpoint) or updated_once(sides["ours"], sizes, checkpoint)
+            found["differs by"] = apart(mine, updated, parameters(sizes))
+        return found
+
     for side in options.sides:
         if side == "jla" and (reason := jax_linear.missing()) is not None:
             print(f"jla is left out: {reason}", file=sys.stderr)
             continue
-        attend = ours(options.tiny) if side == "ours" else jax_linear.linear()
-        for row, updated in measured(side, attend, sizes, options.kernels):
-            mine = updated if mine is None else mine
-            row["differs by"] = apart(mine, updated, parameters(sizes))
-            lines.add(**row)
-            part = f"{row['attention'] / row['step']:.0%} | {row['differs by']:.1e}"
-            on = "on" if row["checkpoint"] else "off"
-            print(f"| {side} | {on} | {row['step']:.3f} | {row['attention']:.3f} | {part} |", flush=True)
+        for checkpoint in (False, True):
+            on = "on" if checkpoint else "off"
+            if not run.asks_for(f"checkpoint {on}"):
+                continue
+            if (row := run.part(side, functools.partial(measure, side, checkpoint), checkpoint=checkpoint)) is not None:
+                differs = f"{row['differs by']:.1e}" if "differs by" in row else "-"
+                part = f"{row['attention'] / row['step']:.0%} | {differs}"
+                print(f"| {side} | {on} | {row['step']:.3f} | {row['attention']:.3f} | {part} |", flush=True)
 
 
 if __name__ == "__main__":

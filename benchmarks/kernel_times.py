@@ -1,11 +1,9 @@
-"""What the GPU benchmarks share: kernel times by CUPTI, results of any library by name, and a file that grows by the row."""
+"""What the GPU benchmarks share: kernel times by CUPTI, and results of any library by name."""
 
 from __future__ import annotations
 
 import collections
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -76,23 +74,3 @@ def print_kernels(call: Callable[[], Any], wait: Callable[[Any], None]) -> None:
     """The dozen kernels of a call that take the longest, in milliseconds."""
     for label, ms in list(kernels_ms(call, wait).items())[:12]:
         print(f"    {label[:48]:48} {ms:.4f}", flush=True)
-
-
-class Lines:
-    """A file of JSON objects, one a line, written as they come: what is measured is kept if a later row fails."""
-
-    def __init__(self, path: str | None):
-        self._path = None if path is None else Path(path)
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text("")
-
-    def add(self, **fields: Any) -> None:
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps({**fields, "device": default_device().device_kind}) + "\n")
-
-
-def read_lines(path: str) -> list[dict[str, Any]]:
-    """What `Lines` wrote."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]

@@ -1,6 +1,7 @@
 """Gated linear attention on a GPU: the triton platform beside flash-linear-attention and jax-linear-attention, in one run.
 
     python -m benchmarks.linear_attention_gpu [--json rows.jsonl] [--sides ours fla jla] [--rows TEXT ...] [--kernels]
+    python -m benchmarks.linear_attention_gpu --json rows.jsonl --seconds-in-all 500   ends in time; again: goes on from there
     python -m benchmarks.linear_attention_gpu --ours-only --cfg '{"block_d": 32}'       ours alone, with other tiles
     python -m benchmarks.linear_attention_gpu --ours-only --plan '{"min_segment": 4}'         with another plan
     python -m benchmarks.linear_attention_gpu --errors [--json errors.jsonl]            errors of each side against float64
@@ -19,10 +20,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -33,21 +33,21 @@ from benchmarks.kernel_times import (
     BANDWIDTH,
     Arrays,
     Calls,
-    Lines,
     difference,
     jitted,
     kernel_ms,
     named,
     print_kernels,
-    read_lines,
 )
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.modules import recurrent_attention
 from ejkernel.testing import jax_linear
+from ejkernel.testing.bench_run import Run, by_row
 from ejkernel.testing.compare import relative_rms
 from ejkernel.testing.flash_linear import FlashLinear, forget_tuning, tune_on_all_cores
 from ejkernel.testing.flash_linear import missing as fla_missing
 from ejkernel.testing.linear_gpu import KINDS, SHAPES, inputs, rows
+from ejkernel.testing.results import Line, read
 
 Inputs = tuple[Arrays, jax.Array, np.ndarray | None]  # arrays, adjoint of the output, cu_seqlens
 RESETS = "gk, resets"  # in every chunk, in an eighth of the channels of each token
@@ -104,8 +104,8 @@ def floor_ms(name: str, kind: str) -> tuple[float, float]:
     return forward / BANDWIDTH * 1e3, (2 * forward + size(arrays.values())) / BANDWIDTH * 1e3
 
 
-def decode_ms() -> tuple[float, float]:
-    """(one decode step with 128 sequences and 16 heads of 128 x 128, its byte floor)."""
+def decode_ms() -> dict[str, float]:
+    """One decode step with 128 sequences and 16 heads of 128 x 128, and its byte floor."""
     from ejkernel.kernels._triton import recurrent
 
     B, H, K = 128, 16, 128
@@ -118,80 +118,84 @@ def decode_ms() -> tuple[float, float]:
         out, state[0] = step(*x, gk, state[0])
         return out
 
-    return kernel_ms(call, jax.block_until_ready), 2 * B * H * K * K * 4 / BANDWIDTH * 1e3
+    return {"ms": kernel_ms(call, jax.block_until_ready), "floor": 2 * B * H * K * K * 4 / BANDWIDTH * 1e3}
 
 
-def errors(sides: dict[str, Callable[..., Calls]], lines: Lines) -> None:
+def errors(run: Run, sides: dict[str, Callable[..., Calls]]) -> None:
     """Errors of each side against float64 on the same bfloat16 inputs: output and every gradient."""
+    print("| gate | strength | side | output | dquery | dkey | dvalue | dgk or dg | dgv |\n" + "|---" * 9 + "|")
+    for kind in (*KINDS, "gk+gv"):
+        for strength in ("mild", "strong", "near -20", "resets", "-inf") if kind in ("gk", "g", "gk+gv") else ("mild",):
+            if not run.asks_for(f"{kind} {strength};"):
+                continue
+            given = functools.cache(functools.partial(_judged, kind, strength))
+            for label, make in sides.items():
+                measure = lambda make=make, given=given: {"errors": _errors_of(make, *given())}
+                if (line := run.part(label, measure, what="errors", gate=kind, strength=strength)) is not None:
+                    cells = " | ".join(f"{e:.1e}" for e in line["errors"].values())
+                    print(f"| {kind} | {strength} | {label} | {cells} |", flush=True)
+
+
+def _judged(kind: str, strength: str) -> tuple[Arrays, jax.Array, Arrays]:
+    """(arrays, adjoint of the output, what is right by name)."""
     from tests.triton.linear_cases import GATES
     from tests.triton.linear_reference import value_and_grads
 
     B, _, H, K, V = SHAPES["errors"]
-    print("| gate | strength | side | output | dquery | dkey | dvalue | dgk or dg | dgv |\n" + "|---" * 9 + "|")
-    for kind in (*KINDS, "gk+gv"):
-        for strength in ("mild", "strong", "near -20", "resets", "-inf") if kind in ("gk", "g", "gk+gv") else ("mild",):
-            arrays, do, _ = inputs("errors", kind)
-            for number, gate in enumerate(sorted(arrays.keys() & {"gk", "gv", "g"})):
-                noise = jax.random.normal(jax.random.key(7 + number), arrays[gate].shape, jnp.float32)
-                arrays[gate] = GATES[strength](noise).astype(arrays[gate].dtype)
-            names = [n for n in ("query", "key", "value", "gk", "g", "gv") if n in arrays]
-            per_sequence = {n: x[None] for n, x in arrays.items() if n == "g_gamma"}  # as the reference takes it
-            (want_output, _), want = value_and_grads(arrays | per_sequence, (do, jnp.zeros((B, H, K, V))), K**-0.5)
-            for label, make in sides.items():
-                try:
-                    _, both, wait = make(dict(arrays), do, None)
-                    wait(result := both())
-                    got = named(result)
-                except Exception as problem:  # a side that cannot run a line must not take the table with it
-                    _leaves_out(label, kind, strength, problem)
-                    continue
-                found = [relative_rms(got["output"], want_output), *(relative_rms(got[n], want[n]) for n in names)]
-                lines.add(gate=kind, strength=strength, side=label, errors=dict(zip(("output", *names), found, strict=True)))
-                print(f"| {kind} | {strength} | {label} | " + " | ".join(f"{e:.1e}" for e in found) + " |", flush=True)
+    arrays, do, _ = inputs("errors", kind)
+    for number, gate in enumerate(sorted(arrays.keys() & {"gk", "gv", "g"})):
+        noise = jax.random.normal(jax.random.key(7 + number), arrays[gate].shape, jnp.float32)
+        arrays[gate] = GATES[strength](noise).astype(arrays[gate].dtype)
+    per_sequence = {n: x[None] for n, x in arrays.items() if n == "g_gamma"}  # as the reference takes it
+    (output, _), want = value_and_grads(arrays | per_sequence, (do, jnp.zeros((B, H, K, V))), K**-0.5)
+    return arrays, do, {"output": output, **want}
 
 
-def _leaves_out(side: str, shape: str, kind: str, problem: Exception) -> None:
-    first = (str(problem).splitlines() or [""])[0][:160]
-    print(f"{side} leaves out {shape}, {kind}: {type(problem).__name__}: {first}", file=sys.stderr, flush=True)
+def _errors_of(make: Callable[..., Calls], arrays: Arrays, do: jax.Array, want: Arrays) -> dict[str, float]:
+    _, both, wait = make(dict(arrays), do, None)
+    wait(result := both())
+    got = named(result)
+    names = [n for n in ("output", "query", "key", "value", "gk", "g", "gv") if n in arrays or n == "output"]
+    return {n: relative_rms(got[n], want[n]) for n in names}
 
 
-def measured(name: str, kind: str, sides: dict[str, Callable[..., Calls]], kernels: bool) -> dict[str, Any]:
-    """One row: milliseconds (forward, forward + backward) by side, floors, and how far results are from ours."""
-    row: dict[str, Any] = {"shape": name, "gate": kind, "floor": floor_ms(name, kind)}
+def measured(run: Run, name: str, kind: str, sides: dict[str, Callable[..., Calls]], kernels: bool) -> Line:
+    """One row: by side its milliseconds (forward, forward + backward) and how far its results are from ours; floors."""
+
     mine: dict[str, jax.Array] = {}
-    for side, make in sides.items():
-        try:
-            forward, both, wait = make(*inputs_of(name, kind))
-            times = kernel_ms(forward, wait), kernel_ms(both, wait)
-            if kernels and side == "ours":
-                for call in (forward, both):
-                    print_kernels(call, wait)
-            wait(result := both())
-            got = named(result)
-        except Exception as problem:  # a side that cannot run a row must not take the table with it
-            _leaves_out(side, name, kind, problem)
-            continue
-        row[side] = times
+
+    def measure(side: str) -> dict[str, Any]:
+        forward, both, wait = sides[side](*inputs_of(name, kind))
+        times = kernel_ms(forward, wait), kernel_ms(both, wait)
+        if kernels and side == "ours":
+            for call in (forward, both):
+                print_kernels(call, wait)
+        found: dict[str, Any] = {"ms": times, "floor": floor_ms(name, kind)}
+        wait(result := both())
         if side == "ours":
-            mine = got
-        elif mine:
-            row[f"{side} differs by"] = max(float(difference(mine[n], x)) for n, x in got.items() if n in mine)
-        del forward, both, result, got  # memory for the next side
-        gc.collect()
-    return row
+            mine.update(named(result))
+        elif "ours" in sides:
+            if not mine:  # measured by an earlier run
+                mine.update(named(sides["ours"](*inputs_of(name, kind))[1]()))
+            got = named(result)
+            found["differs by"] = max(float(difference(mine[n], x)) for n, x in got.items() if n in mine)
+        return found
+
+    lines = [run.part(side, functools.partial(measure, side), shape=name, gate=kind) for side in sides]
+    return next(iter(by_row(filter(None, lines), "shape", "gate")), {"shape": name, "gate": kind})
 
 
-def line_of(row: dict[str, Any], sides: dict[str, Callable[..., Calls]]) -> str:
+def line_of(row: Line, sides: Iterable[str]) -> str:
     """A row of the table: ours, then each rival's times, ours over its, and the largest difference of results."""
-    cells = [row["shape"], row["gate"], f"{row['floor'][0]:.3f} / {row['floor'][1]:.3f}"]
+    floors = [row[side]["floor"] for side in sides if side in row]
+    cells = [row["shape"], row["gate"], "{:.3f} / {:.3f}".format(*floors[0]) if floors else "-"]
     for side in sides:
-        cells.append("{:.3f} / {:.3f}".format(*row[side]) if side in row else "-")
+        cells.append("{:.3f} / {:.3f}".format(*row[side]["ms"]) if side in row else "-")
         if side != "ours":
             both = side in row and "ours" in row
-            cells.append(
-                "{:.2f} / {:.2f}".format(*(a / b for a, b in zip(row["ours"], row[side], strict=True))) if both else "-"
-            )
-            cells.append(f"{row[f'{side} differs by']:.1e}" if f"{side} differs by" in row else "-")
+            ratios = [a / b for a, b in zip(row["ours"]["ms"], row[side]["ms"], strict=True)] if both else []
+            cells.append("{:.2f} / {:.2f}".format(*ratios) if both else "-")
+            cells.append(f"{row[side]['differs by']:.1e}" if "differs by" in row.get(side, {}) else "-")
     return "| " + " | ".join(cells) + " |"
 
 
@@ -200,15 +204,16 @@ def plot(source: str, target: str) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-    rows = [line for line in read_lines(source) if "floor" in line]
+    rows = by_row([line for line in read(source) if "floor" in line], "shape", "gate")
+    over_floor = lambda line, index: line["ms"][index] / line["floor"][index]
     figure, axes = plt.subplots(1, 2, figsize=(11, 0.32 * len(rows) + 1.6), sharey=True, layout="constrained")
     marks = {"ours": ("tab:blue", "o"), "fla": ("0.5", "s"), "jla": ("tab:orange", "D")}
     for axis, index, title in zip(axes, (0, 1), ("forward", "forward + backward"), strict=True):
         for place, row in enumerate(rows):
-            ratios = [row[side][index] / row["floor"][index] for side in marks if side in row]
+            ratios = [over_floor(row[side], index) for side in marks if side in row]
             axis.hlines(place, min(ratios), max(ratios), color="0.85", linewidth=3, zorder=1)
         for side, (colour, shape) in marks.items():
-            there = [(row[side][index] / row["floor"][index], place) for place, row in enumerate(rows) if side in row]
+            there = [(over_floor(row[side], index), place) for place, row in enumerate(rows) if side in row]
             if there:
                 axis.scatter(*zip(*there, strict=True), color=colour, marker=shape, s=26, label=NAMES[side], zorder=2)
         axis.set_xscale("log")
@@ -247,10 +252,9 @@ def chosen_sides(options: argparse.Namespace) -> dict[str, Callable[..., Calls]]
 
 def options_given() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="where the numbers go: an object a line, as they are measured")
+    Run.add_options(parser)
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
     parser.add_argument("--ours-only", action="store_true", help="leave the others out (fla's tuning takes a minute a row)")
-    parser.add_argument("--rows", nargs="*", default=[""], help="only rows whose 'shape gate;' contains one of these")
     parser.add_argument("--kernels", action="store_true", help="ours, kernel by kernel")
     parser.add_argument("--cfg", type=json.loads, help="fields of a configuration for ours, as JSON")
     parser.add_argument("--plan", type=json.loads, help="static data of ours to change, as JSON: fields of triton's `Plan`")
@@ -270,25 +274,22 @@ def main() -> None:
         SHAPES.update({name: TINY for name in SHAPES if not name.startswith("packed")})
     if options.plan:
         change_plans(options.plan)
-    sides, lines = chosen_sides(options), Lines(options.json)
+    sides, run = chosen_sides(options), Run(options)
     if "fla" in sides:
         tune_on_all_cores()
     if options.errors:
-        errors({**sides, "fla": functools.partial(fla, keep_tuning=True)} if "fla" in sides else sides, lines)
+        errors(run, {**sides, "fla": functools.partial(fla, keep_tuning=True)} if "fla" in sides else sides)
         return
-    if options.rows == [""] and not options.tiny:
-        step, floor = decode_ms()
-        lines.add(decode=(step, floor))
-        print(f"decode step {step:.4f} ms, byte floor {floor:.4f}, ratio {step / floor:.2f}", flush=True)
+    if run.whole and not options.tiny:
+        step = run.part("ours", decode_ms, what="decode")
+        if step is not None:
+            ratio = step["ms"] / step["floor"]
+            print(f"decode step {step['ms']:.4f} ms, byte floor {step['floor']:.4f}, ratio {ratio:.2f}", flush=True)
     heads = [part for side in sides for part in ([side] if side == "ours" else [side, f"ours / {side}", "apart"])]
     print("| shape | gate | floors | " + " | ".join(heads) + " |\n" + "|---" * (3 + len(heads)) + "|")
-    asked = [row for row in ROWS if any(text in f"{row[0]} {row[1]};" for text in options.rows)]
-    for name, kind in asked:
-        if options.tiny and name.startswith("packed"):
-            continue
-        row = measured(name, kind, sides, options.kernels)
-        lines.add(**row)
-        print(line_of(row, sides), flush=True)
+    for name, kind in ROWS:
+        if run.asks_for(f"{name} {kind};") and not (options.tiny and name.startswith("packed")):
+            print(line_of(measured(run, name, kind, sides, options.kernels), sides), flush=True)
 
 
 if __name__ == "__main__":

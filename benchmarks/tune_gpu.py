@@ -1,7 +1,8 @@
 """Tunes every operation on the GPU at hand and writes the winners as the package ships them.
 
-    python -m benchmarks.tune_gpu [--of linear delta attention] [--rows TEXT] [--seconds 20] [--jobs 15] [--forward] [--out F]
-    python -m benchmarks.tune_gpu --compile-for 90 [--of ...] [--rows TEXT] [--jobs 15]          compiles only, on any machine
+    python -m benchmarks.tune_gpu [--of linear delta attention] [--rows TEXT ...] [--seconds 20] [--jobs 15] [--forward]
+                                  [--out FILE] [--json FILE] [--seconds-in-all S]
+    python -m benchmarks.tune_gpu --compile-for 90 [--of ...] [--rows TEXT ...] [--jobs 15]      compiles only, on any machine
 
 The calls are those of the benchmarks `linear_attention_gpu`, `delta_rule_gpu`, `attention_options_gpu`, and steps of decoding.
 Kernels of all candidates are compiled first, by `--jobs` processes into Triton's cache; then the library's tuner races the
@@ -14,6 +15,7 @@ Of the recurrences Triton's candidates race alone, of attention those of all pla
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +35,7 @@ from ejkernel.ops.config.codec import to_fields
 from ejkernel.ops.config.shipped import FOLDER, device_name
 from ejkernel.ops.key import device_kind
 from ejkernel.testing import delta_gpu, linear_gpu
+from ejkernel.testing.bench_run import Run, asked_for
 from ejkernel.testing.shipping import Arrays, delta_invocations, invocations, tune_call, write
 
 Options = dict[str, Any]
@@ -127,14 +130,26 @@ def chosen_calls(options: argparse.Namespace) -> dict[str, Call]:
         for label, family in FAMILIES.items()
         if label in options.of
         for name, (arrays, static) in family.calls().items()
-        if options.rows in name
+        if asked_for(options.rows, f"{label}: {name}")
     }  # fmt: skip
 
 
-def main() -> None:
+def raced(call: Call, tuner: Tuner, cache: ConfigCache, file: Path | None) -> dict[str, Any]:
+    """Tunes a call and adds the winner to the file: what is measured is kept if a later call fails."""
+    record = tune_call(call.invocations, tuner, call.forward_only, cache)
+    for candidate in record["candidates"]:
+        if "reason" in candidate:
+            print(f"  rejected {candidate['config']}: {candidate['reason']}", file=sys.stderr)
+    if file is not None:
+        write(file, device_kind(jax.devices()[0]), cache)
+    differing = {n: x for n, x in to_fields(record["config"]).items() if x != record["heuristic"][n]}
+    return {"heuristic": record["heuristic_seconds"] * 1e3, "winner": record["seconds"] * 1e3, "differing": differing}
+
+
+def options_given() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    Run.add_options(parser, rows="'family: call'")
     parser.add_argument("--of", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), help="whose calls")
-    parser.add_argument("--rows", default="", help="only calls whose name contains this")
     parser.add_argument(
         "--seconds",
         type=float,
@@ -145,7 +160,11 @@ def main() -> None:
     parser.add_argument("--forward", action="store_true", help="race the forward alone")
     parser.add_argument("--out", type=Path, help="where the winners go")
     parser.add_argument("--compile-for", type=int, metavar="CAPABILITY", help="compile for such a GPU, which need not be here")
-    options = parser.parse_args()
+    return parser, parser.parse_args()
+
+
+def main() -> None:
+    parser, options = options_given()
     if options.compile_for is not None:
         with on_device(Device("gpu", "NVIDIA H200", options.compile_for)):
             compile_all(chosen_calls(options), options.compile_for, options.jobs)
@@ -153,25 +172,21 @@ def main() -> None:
     device = jax.devices()[0]
     if device.platform != "gpu":
         parser.error(f"this tunes for NVIDIA GPUs; JAX has {device}")
-    chosen = chosen_calls(options)
-    if options.jobs:
-        capability = int(device.compute_capability.replace(".", ""))
-        compile_all(chosen, capability, options.jobs)
+    run, chosen = Run(options), chosen_calls(options)
     file = options.out or (None if options.forward else FOLDER / f"{device_name(device_kind(device))}.json")
+    if run.results.lines and not (file is None or file.exists()):
+        parser.error(f"--json {options.json} has calls whose winners were written to {file}, which is gone")
+    if options.jobs:
+        left = {name: call for name, call in chosen.items() if not run.knows("triton", call=name)}
+        compile_all(left, int(device.compute_capability.replace(".", "")), options.jobs)
     tuner, cache = Tuner(warmup=2, iters=7, max_seconds=options.seconds, candidate_seconds=options.seconds / 2), ConfigCache()
     print("| call | heuristic ms | winner ms | gain | fields that differ |\n|---|---|---|---|---|")
     for name, call in chosen.items():
-        record = tune_call(call.invocations, tuner, call.forward_only, cache)
-        differing = {n: x for n, x in to_fields(record["config"]).items() if x != record["heuristic"][n]}
-        slow, fast = record["heuristic_seconds"] * 1e3, record["seconds"] * 1e3
-        print(f"| {name} | {slow:.3f} | {fast:.3f} | {1 - fast / slow:.0%} | {differing or '-'} |", flush=True)
-        for candidate in record["candidates"]:
-            if "reason" in candidate:
-                print(f"  rejected {candidate['config']}: {candidate['reason']}", file=sys.stderr)
-        if file is not None:  # after every call: what is measured is kept if a later one fails
-            write(file, device_kind(device), cache)
+        if (found := run.part("triton", functools.partial(raced, call, tuner, cache, file), call=name)) is not None:
+            slow, fast, differing = found["heuristic"], found["winner"], found["differing"] or "-"
+            print(f"| {name} | {slow:.3f} | {fast:.3f} | {1 - fast / slow:.0%} | {differing} |", flush=True)
     if file is not None:
-        print(f"{len(list(cache.items()))} entries in {file}")
+        print(f"{len(list(cache.items()))} new entries in {file}")
 
 
 if __name__ == "__main__":
