@@ -1,0 +1,157 @@
+"""`delta_correction` from scores that are there, with its products in registers: from the first to the last nothing is exchanged.
+
+A warp's product of 16 x 16 blocks leaves, as its sum, rows t / 4 and columns 2 (t % 4), 2 (t % 4) + 1 in thread t. That is also how
+the next product can take its left operand, and the transpose of its right one: the sum over channels may go in any order, if both
+operands have the same. So every block is kept as it is (left) or transposed (right), and a product whose operands change places
+gives the transpose of its result:
+
+    a b = product(a, b^T),   (a b)^T = product(b^T, a)
+
+Scores and beta come through shared memory once, where both forms are read from; Z is made transposed and goes out by the same way.
+"""
+
+# mypy: disable-error-code="assignment,misc"
+# ruff: noqa: RUF005  (Triton knows tuples and their sums, but not iterable unpacking; their length changes on the way)
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from ejkernel.kernels._triton.linear.kernels.tiles import chunk_at, program_at, put
+from ejkernel.kernels._triton.linear.kernels.warpgroups import copy_async, warpgroup_barrier
+
+SUM = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, SUM, 2))  # two neighbours of a row in a thread, as in SUM
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, SUM, 2))
+MEMORY = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [1, 1], [1, 0]))  # 16 bytes a thread
+SLOTS = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))  # 8 rows, of 16 bytes each, without a bank twice
+
+
+@gluon.jit
+def _product(a, transposed, total):
+    """total + a b, b given transposed. Bits that tf32 has no room for are cut off, as in `correction._dot`."""
+    left = gl.convert_layout(a, LEFT, assert_trivial=True)
+    right = gl.convert_layout(gl.permute(transposed, (1, 0)), RIGHT, assert_trivial=True)
+    return mma_v2(left, right, total, input_precision="tf32")
+
+
+@gluon.constexpr_function
+def _at(i, j):
+    """Where block (i, j), j <= i, stands: one row of blocks after the other."""
+    return i * (i + 1) // 2 + j
+
+
+@gluon.jit
+def _copy_blocks(x, slots, first, index, C: gl.constexpr):
+    """Starts to copy the blocks on and below the diagonal of matrix `index` of x [matrices, C, C] to slots, from `first` on."""
+    t = gl.arange(0, 16, gl.SliceLayout(1, MEMORY))[:, None]
+    s = gl.arange(0, 16, gl.SliceLayout(0, MEMORY))[None, :]
+    for i in gl.static_range(C // 16):
+        for j in gl.static_range(i + 1):
+            copy_async(slots.index(first + _at(i, j)), x + index * (C * C) + ((i * 16 + t) * C + (j * 16 + s)))
+
+
+@gluon.jit
+def _scores(slots, low, n: gl.constexpr, BLOCKS: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """[16, 16] in float32: the n-th block of the scores, high and low part together."""
+    high = slots.index(n)
+    if TRANSPOSED:
+        high = high.permute((1, 0))
+    found = high.load(SUM).to(gl.float32)
+    if low:
+        rest = slots.index(BLOCKS + n)
+        if TRANSPOSED:
+            rest = rest.permute((1, 0))
+        found += rest.load(SUM).to(gl.float32)
+    return found
+
+
+@gluon.jit
+def _inverses(own, own_t, minus, N: gl.constexpr):
+    """(I + W)^-1 of N blocks W = own * beta, strictly lower triangular, as `correction._inverse` makes it. own_t: transposed;
+    minus: -beta of all rows, in shared memory."""
+    r = gl.arange(0, 16, gl.SliceLayout(1, SUM))[:, None]
+    c = gl.arange(0, 16, gl.SliceLayout(0, SUM))[None, :]
+    rest = ()  # -W
+    X = ()
+    X_t = ()
+    for i in gl.static_range(N):
+        of_rows = minus.slice(16 * i, 16)
+        W = own[i] * of_rows.load(gl.SliceLayout(0, SUM))[None, :]
+        W_t = own_t[i] * of_rows.load(gl.SliceLayout(1, SUM))[:, None]
+        rest = rest + (W,)
+        X = X + (gl.where(r == c, 1.0, gl.where((r ^ c) == 1, W, 0.0)),)
+        X_t = X_t + (gl.where(r == c, 1.0, gl.where((r ^ c) == 1, W_t, 0.0)),)
+    none = gl.zeros([16, 16], gl.float32, SUM)
+    for level in gl.static_range(1, 4):
+        for i in gl.static_range(N):
+            met = gl.where(((r ^ c) >> level) == 1, rest[i], 0.0)
+            met_t = _product(X_t[i], met, none)
+            if level < 3:
+                X_t = put(X_t, i, _product(met_t, X[i], X_t[i]))
+            X = put(X, i, _product(X[i], met_t, X[i]))
+    return X
+
+
+@gluon.jit
+def delta_correction_in_registers(
+    beta, M, M_low, chunks, T, NT,
+    Z, betas,
+    H: gl.constexpr, C: gl.constexpr, SIGN: gl.constexpr,
+):  # fmt: skip
+    """Programs of one warp: chunks * heads. Arguments as of `delta_correction`: M and its low part, if there is one, are given."""
+    N: gl.constexpr = C // 16
+    BLOCKS: gl.constexpr = N * (N + 1) // 2
+    PARTS: gl.constexpr = 1 if M_low is None else 2
+    _tile, head, s = program_at(1, H)
+    token, rows, _seq = chunk_at(chunks, s, T, NT, C, SIGN)
+    if rows <= 0:
+        return
+    index = s.to(gl.int64) * H + head
+    slots = gl.allocate_shared_memory(gl.bfloat16, [PARTS * BLOCKS, 16, 16], SLOTS)
+    results = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, 16, 16], SLOTS)
+    minus = gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    _copy_blocks(M, slots, 0, index, C)
+    if M_low is not None:
+        _copy_blocks(M_low, slots, BLOCKS, index, C)
+    async_copy.commit_group()
+    r = gl.arange(0, C, gl.BlockedLayout([C // 32], [32], [1], [0]))
+    factor = gl.load(beta + (token + SIGN * r) * H + head, mask=r < rows, other=0.0).to(gl.float32)
+    gl.store(betas + index * C + r, factor)
+    minus.store(-factor)
+    async_copy.wait_group(0)
+    warpgroup_barrier()
+
+    t = gl.arange(0, 16, gl.SliceLayout(1, SUM))[:, None]
+    u = gl.arange(0, 16, gl.SliceLayout(0, SUM))[None, :]
+    own = ()  # the scores' blocks on the diagonal
+    own_t = ()
+    for i in gl.static_range(N):
+        own = own + (gl.where(t > u, _scores(slots, M_low is not None, _at(i, i), BLOCKS, False), 0.0),)
+        own_t = own_t + (gl.where(t < u, _scores(slots, M_low is not None, _at(i, i), BLOCKS, True), 0.0),)
+    X = _inverses(own, own_t, minus, N)
+
+    # Z_ij = X_i (M_ij - sum over n of M_in beta_n Z_nj), all transposed.
+    none = gl.zeros([16, 16], gl.float32, SUM)
+    Z_t = ()
+    for i in gl.static_range(N):
+        weighted = ()  # -M_in beta_n
+        for n in gl.static_range(i):
+            factors = minus.slice(16 * n, 16).load(gl.SliceLayout(0, SUM))[None, :]
+            weighted = weighted + (_scores(slots, M_low is not None, _at(i, n), BLOCKS, False) * factors,)
+        for j in gl.static_range(i):
+            total = _scores(slots, M_low is not None, _at(i, j), BLOCKS, True)
+            for n in gl.static_range(j, i):
+                total = _product(Z_t[_at(n, j)], weighted[n], total)
+            Z_t = Z_t + (_product(total, X[i], none),)
+        Z_t = Z_t + (_product(own_t[i], X[i], none),)
+    for n in gl.static_range(BLOCKS):
+        results.index(n).permute((1, 0)).store(Z_t[n].to(gl.bfloat16))
+    warpgroup_barrier()
+    to = gl.arange(0, 16, gl.SliceLayout(1, MEMORY))[:, None]
+    so = gl.arange(0, 16, gl.SliceLayout(0, MEMORY))[None, :]
+    for i in gl.static_range(N):
+        for j in gl.static_range(i + 1):
+            at = Z + index * (C * C) + ((i * 16 + to) * C + (j * 16 + so))
+            gl.store(at, results.index(_at(i, j)).load(MEMORY))
