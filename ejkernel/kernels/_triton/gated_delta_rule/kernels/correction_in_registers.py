@@ -22,17 +22,23 @@ from ejkernel.kernels._triton.linear.kernels.tiles import chunk_at, program_at, 
 from ejkernel.kernels._triton.linear.kernels.warpgroups import copy_async, warpgroup_barrier
 
 SUM = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, SUM, 2))  # two neighbours of a row in a thread, as in SUM
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, SUM, 2))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, SUM, 1))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, SUM, 1))
 MEMORY = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [1, 1], [1, 0]))  # 16 bytes a thread
 SLOTS = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))  # 8 rows, of 16 bytes each, without a bank twice
 
 
 @gluon.jit
+def _as_summed(x):
+    """[16, 16] with its columns in the order in which a product adds up what SUM holds: even ones of each eight, then odd ones."""
+    return gl.reshape(gl.permute(gl.reshape(x, (16, 2, 4, 2)), (0, 1, 3, 2)), (16, 16))
+
+
+@gluon.jit
 def _product(a, transposed, total):
     """total + a b, b given transposed. Bits that tf32 has no room for are cut off, as in `correction._dot`."""
-    left = gl.convert_layout(a, LEFT, assert_trivial=True)
-    right = gl.convert_layout(gl.permute(transposed, (1, 0)), RIGHT, assert_trivial=True)
+    left = gl.convert_layout(_as_summed(a), LEFT, assert_trivial=True)
+    right = gl.convert_layout(gl.permute(_as_summed(transposed), (1, 0)), RIGHT, assert_trivial=True)
     return mma_v2(left, right, total, input_precision="tf32")
 
 
@@ -43,24 +49,24 @@ def _at(i, j):
 
 
 @gluon.jit
-def _copy_blocks(x, slots, first, index, C: gl.constexpr):
+def _copy_blocks(x, slots, first: gl.constexpr, index, C: gl.constexpr):
     """Starts to copy the blocks on and below the diagonal of matrix `index` of x [matrices, C, C] to slots, from `first` on."""
     t = gl.arange(0, 16, gl.SliceLayout(1, MEMORY))[:, None]
     s = gl.arange(0, 16, gl.SliceLayout(0, MEMORY))[None, :]
     for i in gl.static_range(C // 16):
         for j in gl.static_range(i + 1):
-            copy_async(slots.index(first + _at(i, j)), x + index * (C * C) + ((i * 16 + t) * C + (j * 16 + s)))
+            copy_async(slots[first + _at(i, j)], x + index * (C * C) + ((i * 16 + t) * C + (j * 16 + s)))
 
 
 @gluon.jit
 def _scores(slots, low, n: gl.constexpr, BLOCKS: gl.constexpr, TRANSPOSED: gl.constexpr):
     """[16, 16] in float32: the n-th block of the scores, high and low part together."""
-    high = slots.index(n)
+    high = slots[n]
     if TRANSPOSED:
         high = high.permute((1, 0))
     found = high.load(SUM).to(gl.float32)
     if low:
-        rest = slots.index(BLOCKS + n)
+        rest = slots[BLOCKS + n]
         if TRANSPOSED:
             rest = rest.permute((1, 0))
         found += rest.load(SUM).to(gl.float32)
@@ -109,8 +115,12 @@ def delta_correction_in_registers(
     if rows <= 0:
         return
     index = s.to(gl.int64) * H + head
-    slots = gl.allocate_shared_memory(gl.bfloat16, [PARTS * BLOCKS, 16, 16], SLOTS)
-    results = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, 16, 16], SLOTS)
+    slots = ()  # an allocation each: between accesses to one, some compilers put a barrier
+    results = ()
+    for _ in gl.static_range(PARTS * BLOCKS):
+        slots = slots + (gl.allocate_shared_memory(gl.bfloat16, [16, 16], SLOTS),)
+    for _ in gl.static_range(BLOCKS):
+        results = results + (gl.allocate_shared_memory(gl.bfloat16, [16, 16], SLOTS),)
     minus = gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     _copy_blocks(M, slots, 0, index, C)
     if M_low is not None:
@@ -147,11 +157,11 @@ def delta_correction_in_registers(
             Z_t = Z_t + (_product(total, X[i], none),)
         Z_t = Z_t + (_product(own_t[i], X[i], none),)
     for n in gl.static_range(BLOCKS):
-        results.index(n).permute((1, 0)).store(Z_t[n].to(gl.bfloat16))
+        results[n].permute((1, 0)).store(Z_t[n].to(gl.bfloat16))
     warpgroup_barrier()
     to = gl.arange(0, 16, gl.SliceLayout(1, MEMORY))[:, None]
     so = gl.arange(0, 16, gl.SliceLayout(0, MEMORY))[None, :]
     for i in gl.static_range(N):
         for j in gl.static_range(i + 1):
             at = Z + index * (C * C) + ((i * 16 + to) * C + (j * 16 + so))
-            gl.store(at, results.index(_at(i, j)).load(MEMORY))
+            gl.store(at, results[_at(i, j)].load(MEMORY))
