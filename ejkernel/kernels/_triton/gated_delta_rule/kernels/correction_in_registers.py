@@ -35,6 +35,14 @@ def _as_summed(x):
 
 
 @gluon.jit
+def _left(x):
+    """x for a left operand that is wanted otherwise, too. The four numbers that a left operand has in registers side by side are
+    not in a sum's order, and are added to 0 (which they are not known to stay the same by) as they are put in place; copied they
+    would be once for each half of every product."""
+    return x + 0.0
+
+
+@gluon.jit
 def _product(a, transposed, total):
     """total + a b, b given transposed. Bits that tf32 has no room for are cut off, as in `correction._dot`."""
     left = gl.convert_layout(_as_summed(a), LEFT, assert_trivial=True)
@@ -49,27 +57,39 @@ def _at(i, j):
 
 
 @gluon.jit
-def _copy_blocks(x, slots, first: gl.constexpr, index, C: gl.constexpr):
-    """Starts to copy the blocks on and below the diagonal of matrix `index` of x [matrices, C, C] to slots, from `first` on."""
+def _slots(COUNT: gl.constexpr):
+    """Memory for so many blocks. An allocation each: between two accesses to one, some compilers put a barrier."""
+    slots = ()
+    for _ in gl.static_range(COUNT):
+        slots = slots + (gl.allocate_shared_memory(gl.bfloat16, [16, 16], SLOTS),)
+    return slots
+
+
+@gluon.jit
+def _copy_blocks(x, slots, index, C: gl.constexpr):
+    """Starts to copy the blocks on and below the diagonal of matrix `index` of x [matrices, C, C] to slots."""
     t = gl.arange(0, 16, gl.SliceLayout(1, MEMORY))[:, None]
     s = gl.arange(0, 16, gl.SliceLayout(0, MEMORY))[None, :]
     for i in gl.static_range(C // 16):
         for j in gl.static_range(i + 1):
-            copy_async(slots[first + _at(i, j)], x + index * (C * C) + ((i * 16 + t) * C + (j * 16 + s)))
+            copy_async(slots[_at(i, j)], x + index * (C * C) + ((i * 16 + t) * C + (j * 16 + s)))
 
 
 @gluon.jit
-def _scores(slots, low, n: gl.constexpr, BLOCKS: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """[16, 16] in float32: the n-th block of the scores, high and low part together."""
-    high = slots[n]
+def _scores(slots, n: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """[16, 16] in float32: what is in a slot."""
+    block = slots[n]
     if TRANSPOSED:
-        high = high.permute((1, 0))
-    found = high.load(SUM).to(gl.float32)
-    if low:
-        rest = slots[BLOCKS + n]
-        if TRANSPOSED:
-            rest = rest.permute((1, 0))
-        found += rest.load(SUM).to(gl.float32)
+        block = block.permute((1, 0))
+    return block.load(SUM).to(gl.float32)
+
+
+@gluon.jit
+def _whole(slots, low, n: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """[16, 16] in float32: the n-th block of the scores, high and low part together."""
+    found = _scores(slots, n, TRANSPOSED)
+    if low is not None:
+        found += _scores(low, n, TRANSPOSED)
     return found
 
 
@@ -79,24 +99,24 @@ def _inverses(own, own_t, minus, N: gl.constexpr):
     minus: -beta of all rows, in shared memory."""
     r = gl.arange(0, 16, gl.SliceLayout(1, SUM))[:, None]
     c = gl.arange(0, 16, gl.SliceLayout(0, SUM))[None, :]
-    rest = ()  # -W
+    none = gl.zeros([16, 16], gl.float32, SUM)
+    W = ()  # -W
     X = ()
     X_t = ()
     for i in gl.static_range(N):
-        of_rows = minus.slice(16 * i, 16)
-        W = own[i] * of_rows.load(gl.SliceLayout(0, SUM))[None, :]
-        W_t = own_t[i] * of_rows.load(gl.SliceLayout(1, SUM))[:, None]
-        rest = rest + (W,)
-        X = X + (gl.where(r == c, 1.0, gl.where((r ^ c) == 1, W, 0.0)),)
+        factors = minus.slice(16 * i, 16)
+        W = W + (own[i] * factors.load(gl.SliceLayout(0, SUM))[None, :],)
+        W_t = own_t[i] * factors.load(gl.SliceLayout(1, SUM))[:, None]
+        X = X + (gl.where(r == c, 1.0, gl.where((r ^ c) == 1, W[i], 0.0)),)
         X_t = X_t + (gl.where(r == c, 1.0, gl.where((r ^ c) == 1, W_t, 0.0)),)
-    none = gl.zeros([16, 16], gl.float32, SUM)
     for level in gl.static_range(1, 4):
         for i in gl.static_range(N):
-            met = gl.where(((r ^ c) >> level) == 1, rest[i], 0.0)
-            met_t = _product(X_t[i], met, none)
+            met = gl.where(((r ^ c) >> level) == 1, W[i], 0.0)
+            met_t = _product(_left(X_t[i]), met, none)
+            further = _left(X[i])
             if level < 3:
-                X_t = put(X_t, i, _product(met_t, X[i], X_t[i]))
-            X = put(X, i, _product(X[i], met_t, X[i]))
+                X_t = put(X_t, i, _product(_left(met_t), X[i], X_t[i]))
+            X = put(X, i, _product(further, met_t, X[i]))
     return X
 
 
@@ -109,22 +129,19 @@ def delta_correction_in_registers(
     """Programs of one warp: chunks * heads. Arguments as of `delta_correction`: M and its low part, if there is one, are given."""
     N: gl.constexpr = C // 16
     BLOCKS: gl.constexpr = N * (N + 1) // 2
-    PARTS: gl.constexpr = 1 if M_low is None else 2
     _tile, head, s = program_at(1, H)
     token, rows, _seq = chunk_at(chunks, s, T, NT, C, SIGN)
     if rows <= 0:
         return
     index = s.to(gl.int64) * H + head
-    slots = ()  # an allocation each: between accesses to one, some compilers put a barrier
-    results = ()
-    for _ in gl.static_range(PARTS * BLOCKS):
-        slots = slots + (gl.allocate_shared_memory(gl.bfloat16, [16, 16], SLOTS),)
-    for _ in gl.static_range(BLOCKS):
-        results = results + (gl.allocate_shared_memory(gl.bfloat16, [16, 16], SLOTS),)
+    slots = _slots(BLOCKS)
+    results = _slots(BLOCKS)
     minus = gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    _copy_blocks(M, slots, 0, index, C)
+    _copy_blocks(M, slots, index, C)
+    low = None
     if M_low is not None:
-        _copy_blocks(M_low, slots, BLOCKS, index, C)
+        low = _slots(BLOCKS)
+        _copy_blocks(M_low, low, index, C)
     async_copy.commit_group()
     r = gl.arange(0, C, gl.BlockedLayout([C // 32], [32], [1], [0]))
     factor = gl.load(beta + (token + SIGN * r) * H + head, mask=r < rows, other=0.0).to(gl.float32)
@@ -138,8 +155,8 @@ def delta_correction_in_registers(
     own = ()  # the scores' blocks on the diagonal
     own_t = ()
     for i in gl.static_range(N):
-        own = own + (gl.where(t > u, _scores(slots, M_low is not None, _at(i, i), BLOCKS, False), 0.0),)
-        own_t = own_t + (gl.where(t < u, _scores(slots, M_low is not None, _at(i, i), BLOCKS, True), 0.0),)
+        own = own + (gl.where(t > u, _whole(slots, low, _at(i, i), False), 0.0),)
+        own_t = own_t + (gl.where(t < u, _whole(slots, low, _at(i, i), True), 0.0),)
     X = _inverses(own, own_t, minus, N)
 
     # Z_ij = X_i (M_ij - sum over n of M_in beta_n Z_nj), all transposed.
@@ -149,11 +166,14 @@ def delta_correction_in_registers(
         weighted = ()  # -M_in beta_n
         for n in gl.static_range(i):
             factors = minus.slice(16 * n, 16).load(gl.SliceLayout(0, SUM))[None, :]
-            weighted = weighted + (_scores(slots, M_low is not None, _at(i, n), BLOCKS, False) * factors,)
+            weighted = weighted + (_whole(slots, low, _at(i, n), False) * factors,)
         for j in gl.static_range(i):
-            total = _scores(slots, M_low is not None, _at(i, j), BLOCKS, True)
+            total = none
+            if low is not None:
+                total = _scores(low, _at(i, j), True)
             for n in gl.static_range(j, i):
-                total = _product(Z_t[_at(n, j)], weighted[n], total)
+                total = _product(_left(Z_t[_at(n, j)]), weighted[n], total)
+            total += _scores(slots, _at(i, j), True)
             Z_t = Z_t + (_product(total, X[i], none),)
         Z_t = Z_t + (_product(own_t[i], X[i], none),)
     for n in gl.static_range(BLOCKS):
