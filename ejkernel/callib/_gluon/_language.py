@@ -216,6 +216,18 @@ def warpgroup_mma(a: Any, b: Shared, acc: Any, *, use_acc: Any = True, is_async:
     return product.result()
 
 
+def mma_v2(a: Tensor, b: Tensor, acc: Tensor, input_precision: str | None = None) -> Tensor:
+    """a b + acc of tiles in registers: float32's as tf32, whose missing bits tensor cores cut off, else products in float32."""
+    operands = [x.data for x in (a, b)]
+    if operands[0].dtype == np.float32:
+        if input_precision not in (None, "tf32"):
+            raise MissingWordError(f"the interpreter of Gluon kernels does not know mma_v2 with input_precision={input_precision!r}.")
+        operands = [(np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in operands]
+    with np.errstate(all="ignore"):
+        left, right = (x.astype(np.float32) for x in operands)
+        return Tensor(acc.data + left @ right)
+
+
 def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = None) -> Any:
     if deps is None:
         raise TypeError("warpgroup_mma_wait needs deps: the results that are there when it returns.")
@@ -246,7 +258,7 @@ ASYNC_COPY = Words("async_copy", {
     "commit_group": lambda: partition().commit_copies(), "wait_group": lambda n=0: partition().wait_for_copies(int(n)),
 })  # fmt: skip
 FUNCTIONS = {
-    "fence_async_shared": fence_async_shared, "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait,
+    "mma_v2": mma_v2, "fence_async_shared": fence_async_shared, "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait,
     **{name: getattr(GL, name) for name in ("barrier", "thread_barrier", "warp_specialize")},
     **{name: getattr(ASYNC_COPY, name) for name in ("async_copy_global_to_shared", "async_load")},
 }  # fmt: skip

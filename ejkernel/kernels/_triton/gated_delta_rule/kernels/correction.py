@@ -19,7 +19,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.linear.kernels.tiles import chunk_at, dot, exp_of_log, load_rows, program_at, put, sums, upto
+from ejkernel.kernels._triton.linear.kernels.tiles import (
+    INTERPRETED,
+    chunk_at,
+    dot,
+    exp_of_log,
+    load_rows,
+    program_at,
+    put,
+    sums,
+    upto,
+)
 
 
 @triton.jit
@@ -155,6 +165,9 @@ def _decay(
 def _dot(a, b, PREC: tl.constexpr):
     """a b of float32 blocks. Where tf32 will do, the bits of an operand that it does not read are cut off, not rounded: at most
     half of what rounding the result to bfloat16 costs, and 0.102 ms for 0.120 (benchmarks/NOTES_gpu.md)."""
+    if INTERPRETED and PREC == "tf32":  # as the tensor cores do
+        a = (a.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+        b = (b.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
     return tl.dot(a, b, input_precision=PREC)
 
 

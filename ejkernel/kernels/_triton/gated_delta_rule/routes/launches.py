@@ -19,6 +19,10 @@ try:
     from ejkernel.kernels._triton.gated_delta_rule.kernels import scans_by_warpgroups
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
     scans_by_warpgroups = None  # type: ignore[assignment]
+try:
+    from ejkernel.kernels._triton.gated_delta_rule.kernels import correction_in_registers
+except (ImportError, AttributeError):
+    correction_in_registers = None  # type: ignore[assignment]
 
 ROOMY = 200 << 10  # bytes of shared memory: an H100 has more, an A100 less
 RING = 220 << 10  # of it, on Hopper, for chunks that are copied ahead and for results on their way out
@@ -56,8 +60,24 @@ def head_gate_rows(call: Call, with_scores: bool = True) -> tuple[Correction, Ro
 
 def correction_of(call: Call, scores: Array, scores_low: Array | None = None) -> Correction:
     """From the scores of keys with keys."""
+    plan = call.plan
+    if plan.untimed and plan.bfloat16 and plan.C == 64 and correction_in_registers is not None:
+        return _correction_in_registers(call, scores, scores_low)
     found = _correction(call, {"q": None, "M": scores, "M_low": scores_low}, with_scores=False)
     return Correction(found["Z"], found["betas"], found.get("key_scores"))
+
+
+def _correction_in_registers(call: Call, scores: Array, scores_low: Array | None) -> Correction:
+    plan, H, chunks = call.plan, call.dims[2], call.chunks
+    found = triton_call(
+        arguments={"beta": call.arrays["beta"], "M": scores, "M_low": scores_low, **chunks.arguments},
+        out_shape={
+            "Z": shape((chunks.count, H, plan.C, plan.C), plan.operand), "betas": shape((chunks.count, H, plan.C), np.float32),
+        },
+        kernel=correction_in_registers.delta_correction_in_registers, grid=(chunks.count * H,), H=H, C=plan.C, SIGN=plan.sign,
+        num_warps=1,
+    )  # fmt: skip
+    return Correction(found["Z"], found["betas"], None)
 
 
 def _correction(call: Call, given: dict[str, Array | None], with_scores: bool) -> dict[str, Array]:

@@ -1,0 +1,40 @@
+"""Prints what the correction in registers is compiled to. Run in a process of its own, where kernels are compiled."""
+
+import json
+import pathlib
+import re
+import subprocess
+import tempfile
+
+import triton
+
+from benchmarks.triton_resources import resources
+from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
+from ejkernel.kernels._triton.gated_delta_rule.routes import route_of
+from ejkernel.kernels._triton.linear._launches import arrays_of, launches
+from ejkernel.kernels._triton.linear._plan import untimed_kernels
+from tests.triton.test_delta import TRITON, problem
+
+COUNTED = {"products": "HMMA", "shuffles": "SHFL", "barriers": "BAR"}
+
+
+def main() -> None:
+    found = []
+    for packed, tokens in ((False, 4096), (True, 2000)):
+        rule = problem("channel", 64, 64, tokens, packed=packed)
+        with untimed_kernels():
+            route = route_of(delta_plan(rule, TRITON.heuristic(rule)))
+        seen = launches(route, arrays_of(rule), rule.cu_seqlens).forward
+        (compiled,) = (x.compile(90) for x in seen if x.name == "delta_correction_in_registers")
+        with tempfile.TemporaryDirectory() as folder:
+            code = pathlib.Path(folder) / "kernel.cubin"
+            code.write_bytes(compiled.asm["cubin"])
+            command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(code)]
+            listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        counts = {name: len(re.findall(rf"\b{op}\b", listing)) for name, op in COUNTED.items()}
+        found.append({**resources(compiled), **counts})
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

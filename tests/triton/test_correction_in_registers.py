@@ -1,0 +1,176 @@
+"""The correction of a chunk in registers, which no GPU has timed: beside the kernel in use, in whole calls, and compiled."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="the triton platform needs Triton")
+pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
+
+from ejkernel._device import Device, device_of, on_device
+from ejkernel.callib import _gluon
+from ejkernel.kernels._delta import GatedDeltaRuleConfig
+from ejkernel.kernels._triton import gated_delta_rule
+from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
+from ejkernel.kernels._triton.gated_delta_rule.routes import route_of
+from ejkernel.kernels._triton.gated_delta_rule.routes.launches import correction_of
+from ejkernel.kernels._triton.linear._call import Call
+from ejkernel.kernels._triton.linear._launches import arrays_of, launches
+from ejkernel.kernels._triton.linear._plan import untimed_kernels
+from ejkernel.testing.compare import assert_close, relative_rms
+from ejkernel.testing.delta_cases import DeltaCase
+from tests.triton.processes import outside
+from tests.triton.test_delta import problem
+
+interpreted = pytest.mark.skipif(device_of(()).backend != "cpu", reason="for a GPU: python -m benchmarks.delta_rule_gpu --untimed")
+H200 = Device("gpu", "NVIDIA H200", 90)
+KERNEL = "delta_correction_in_registers"
+CHUNKED = GatedDeltaRuleConfig("chunked", 64)
+SCORED = functools.partial(DeltaCase, batch=1, heads=2, gate="channel", dtype="bfloat16")
+SCORES = [
+    *(
+        SCORED(f"{keys}-{beta.replace(' ', '-')}", time=100, key_kind=keys, beta_kind=beta)
+        for keys, beta in (
+            ("unit", "usual"), ("correlated", "near two"), ("identical", "near two"), ("raw", "to two"), ("unit", "zero"),
+        )
+    ),
+    SCORED("reverse", time=70, reverse=True, key_kind="raw", beta_kind="some zero"),
+    SCORED("packed", lengths=(65, 0, 1, 64), key_kind="correlated"),
+]  # fmt: skip
+
+
+def split_scores(keys: np.ndarray, token: int, sign: int, rows: int) -> np.ndarray:
+    """[2, heads, 64, 64] in bfloat16: the scores of a chunk's keys [tokens, heads, K], high and low part, and nonsense that
+    nobody may read above the blocks on the diagonal."""
+    chunk = np.zeros((64, *keys.shape[1:]))
+    chunk[:rows] = keys[token : token + sign * rows : sign] if sign > 0 else keys[token - rows + 1 : token + 1][::-1]
+    scores = np.einsum("thk,shk->hts", chunk, chunk)
+    high = scores.astype(jnp.bfloat16)
+    low = (scores - high.astype(np.float64)).astype(jnp.bfloat16)
+    block = np.arange(64) // 16
+    return np.where(block[:, None] >= block, np.stack([high, low]), jnp.bfloat16(np.nan))
+
+
+@interpreted
+@pytest.mark.parametrize("case", SCORES, ids=str)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_as_the_correction_in_use(case, parts):
+    """On the same scores: the same arithmetic, so next to the same numbers where the rule amplifies every rounding, too."""
+    rule = case.problem
+    plan = delta_plan(rule, CHUNKED)
+    calls = [
+        Call.of(dataclasses.replace(plan, untimed=untimed), dict(rule.differentiable), rule.cu_seqlens)
+        for untimed in (False, True)
+    ]
+    chunks = calls[0].chunks
+    where = chunks_of(case)
+    assert len(where) <= chunks.count
+    flat = np.asarray(rule.differentiable["key"], np.float64)[0]
+    scores = np.full((2, chunks.count, 2, 64, 64), np.nan, jnp.bfloat16)
+    for s, (token, rows) in enumerate(where):
+        scores[:, s] = split_scores(flat, token, plan.sign, rows)
+    high, low = (jnp.asarray(x) for x in scores)
+    usual, untimed = (correction_of(call, high, low if parts == 2 else None) for call in calls)
+    lower = np.tri(4, dtype=bool).repeat(16, 0).repeat(16, 1)
+    for s in range(len(where)):
+        np.testing.assert_array_equal(untimed.betas[s], usual.betas[s])
+        for h in range(2):
+            found, want = (np.where(lower, np.asarray(x.Z[s, h], np.float32), 0.0) for x in (untimed, usual))
+            assert np.isfinite(found).all()
+            assert relative_rms(found, want) < 5e-4 or not want.any()
+    assert untimed.key_scores is None
+
+
+def chunks_of(case: DeltaCase) -> list[tuple[int, int]]:
+    """(token of row 0, rows) of every chunk of a call of one row, sequence by sequence."""
+    found, begin = [], 0
+    for length in case.lengths or (case.time,):
+        for at in range(0, length, 64):
+            token = begin + length - 1 - at if case.reverse else begin + at
+            found.append((token, min(64, length - at)))
+        begin += length
+    return found
+
+
+WHOLE = [
+    DeltaCase(
+        name, batch=1, heads=2, key_heads=1, gate="channel", gate_kind=gates, key_kind=keys, beta_kind=beta, dtype="bfloat16",
+        initial_state=True, key_channels=K, value_channels=64, **cut,
+    )
+    for name, gates, keys, beta, K, cut in (
+        ("correlated", "mild", "correlated", "near two", 64, {"time": 130}),
+        ("identical", "mild", "identical", "to two", 64, {"time": 64, "reverse": True}),
+        ("raw", "mild", "raw", "usual", 128, {"time": 100}),
+        ("everything", "everything", "unit", "to two", 64, {"lengths": (65, 0, 1, 64)}),
+        ("resets", "resets", "correlated", "some zero", 128, {"lengths": (70, 3), "reverse": True}),
+        ("infinite", "infinite", "unit", "usual", 64, {"time": 129}),
+        ("zero", "zero", "unit", "near two", 64, {"time": 70}),
+    )
+]  # fmt: skip
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the Gluon kernels that were interpreted."""
+    names, launch = set(), _gluon.launch
+
+    def noted(kernel, *args):
+        names.add(kernel.fn.__name__)
+        return launch(kernel, *args)
+
+    monkeypatch.setattr(_gluon, "launch", noted)
+    return names
+
+
+@interpreted
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_whole_calls_match_float64(case, launched):
+    with on_device(H200), untimed_kernels():
+        found = jax.block_until_ready(case.evaluate(functools.partial(gated_delta_rule, cfg=CHUNKED)))
+    assert KERNEL in launched
+    assert_close(found, case.expected(), case.tolerance)
+
+
+def kernels_of(*call, cfg=CHUNKED, **of_problem) -> list[str]:
+    """What a call launches, forward and backward."""
+    rule = problem(*call, **of_problem)
+    found = launches(route_of(delta_plan(rule, cfg)), arrays_of(rule), rule.cu_seqlens)
+    return [launch.name for launch in (*found.forward, *found.backward)]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_only_where_it_is_asked_for(packed):
+    for K in (64, 100, 128, 256):
+        usual = kernels_of("channel", K, 64, 2000, packed=packed)
+        with untimed_kernels():
+            asked = kernels_of("channel", K, 64, 2000, packed=packed)
+        assert asked == [KERNEL if name == "delta_correction" else name for name in usual] != usual
+
+
+def test_all_other_calls_keep_theirs():
+    others = (
+        (("head", 64, 64, 2000), {}), ((None, 64, 64, 2000), {}), (("channel", 64, 64, 2000), {"dtype": "float32"}),
+        (("channel", 64, 64, 2000), {"dtype": "float16"}), (("channel", 64, 64, 2000), {"cfg": GatedDeltaRuleConfig("chunked", 32)}),
+    )  # fmt: skip
+    for call, options in others:
+        usual = kernels_of(*call, **options)
+        with untimed_kernels():
+            assert kernels_of(*call, **options) == usual
+        assert "delta_correction" in usual
+
+
+@pytest.mark.long
+def test_compiled():
+    """It spills nothing, and between its products no thread asks another."""
+    for found in json.loads(outside("-m", "tests.triton.correction_in_registers")):
+        assert found["spills"] <= 8, found
+        assert found["registers"] <= 168, found  # twelve programs of a warp to a multiprocessor, which shared memory has room for
+        assert found["shared"] <= 18 << 10, found
+        assert found["products"] == 208, found
+        assert found["shuffles"] == 0, found
+        assert found["barriers"] == 2, found
