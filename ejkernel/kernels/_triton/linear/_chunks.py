@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ejkernel.callib import cdiv
-from ejkernel.kernels._triton.linear._plan import Plan
+from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._triton.linear._plan import Plan, tile
+from ejkernel.kernels._triton.linear.kernels.packed_tables import packed_tables
 
 Array = jax.Array
 MULTIPROCESSORS = 132  # of an H100 or H200
@@ -17,7 +19,47 @@ PROGRAMS_TO_FILL = 2 * MULTIPROCESSORS  # fewer scanning programs leave it idle
 ENOUGH_PROGRAMS = 120  # nearly one for each: what a second would win is less than the first pass over half of the rows costs
 MAX_SEGMENTS = 32
 MAX_TOGETHER = 8
-LENGTH_CLASSES = 16  # of packed segments, which are started in order of them
+COLUMNS = 32  # of a packed call's tables, for each program that makes them
+
+
+class Tables:
+    """The tables of a packed call, each made where it is first asked for: that of the chunks with that of the segments, in one
+    launch, unless it comes first."""
+
+    def __init__(self, plan: Plan, count: int, offsets: Array):
+        self._plan, self._count, self._offsets = plan, count, offsets
+        self._chunks: Array | None = None
+        self._segments: dict[int, Array] = {}
+
+    @property
+    def sequences(self) -> int:
+        return self._offsets.shape[0] - 1
+
+    @property
+    def chunks(self) -> Array:
+        """[3, chunks]: token of row 0, rows, sequence."""
+        if self._chunks is None:
+            self._chunks = self._made(1)["chunks"]
+        return self._chunks
+
+    def segments(self, length: int) -> Array:
+        """[6, segments]: see `packed_tables`."""
+        if length not in self._segments:
+            made = self._made(length, chunks=self._chunks is None, segments=True)
+            self._segments[length] = made["segments"]
+            self._chunks = made.get("chunks", self._chunks)
+        return self._segments[length]
+
+    def _made(self, length: int, *, chunks: bool = True, segments: bool = False) -> dict[str, Array]:
+        N, NT = self.sequences, self._count
+        NS = NT // length + N
+        table = lambda rows, columns: jax.ShapeDtypeStruct((rows, columns), np.int32)
+        return triton_call(
+            arguments={"offsets": self._offsets, "N": N, "NT": NT, "NS": NS, "SC": length},
+            out_shape={"chunks": table(3, NT) if chunks else None, "segments": table(6, NS) if segments else None},
+            kernel=packed_tables, grid=(chunks * cdiv(NT, COLUMNS) + segments * cdiv(NS, COLUMNS),), C=self._plan.C, B=COLUMNS,
+            BN=tile(N, 64), SIGN=self._plan.sign, num_warps=4, num_stages=1,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,23 +71,18 @@ class Chunks:
     count: int
     per_sequence: int  # dense; the table's width when packed
     even: bool  # every chunk is full
-    table: Array | None  # [3, count]: token of row 0, rows, sequence
-    first: Array | None  # packed, [N + 1]: the first chunk of every sequence
+    tables: Tables | None = None  # of a packed call
 
     @classmethod
     def of(cls, plan: Plan, B: int, T: int, cu_seqlens: Array | None) -> Chunks:
         count, per = chunk_counts(plan, B, T, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
-        if cu_seqlens is None:
-            return cls(plan, T, count, per, T % plan.C == 0, None, None)
-        chunks_of = -(-jnp.diff(cu_seqlens) // plan.C)  # [N]
-        first = starts(chunks_of, plan.compare_all)
-        index = jnp.arange(count, dtype=jnp.int32)
-        seq = owner(first, index, plan.compare_all)
-        place = (index - first[seq]) * plan.C
-        low, high = cu_seqlens[seq], cu_seqlens[seq + 1]
-        token = high - 1 - place if plan.reverse else low + place
-        rows = jnp.where(index < first[-1], jnp.minimum(high - low - place, plan.C), 0)
-        return cls(plan, T, count, count, False, jnp.stack([token, rows, seq]).astype(jnp.int32), first)
+        tables = None if cu_seqlens is None else Tables(plan, count, cu_seqlens)
+        return cls(plan, T, count, per, tables is None and T % plan.C == 0, tables)
+
+    @property
+    def table(self) -> Array | None:
+        """Packed: [3, count]."""
+        return None if self.tables is None else self.tables.chunks
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -68,7 +105,7 @@ class Segments:
     length: int
     count: int
     per_sequence: int  # dense; the table's width when packed
-    table: Array | None  # [6, count]: see `packed`
+    table: Array | None  # packed: [6, count]
 
     @property
     def split(self) -> bool:
@@ -78,11 +115,11 @@ class Segments:
     @classmethod
     def of(cls, cut: Chunks, sequences: int, programs: int) -> Segments:
         """Args: programs: how many programs scan one segment of every sequence."""
-        packed = cut.table is not None
+        packed = cut.tables is not None
         length = cut.plan.segment
         if length is None:
             length = segment_length(cut.plan, cut.count, cut.per_sequence, sequences, programs, packed=packed)
-        return cls.packed(cut, sequences, length) if packed else cls.dense(cut, sequences, length)
+        return cls.packed(cut, length) if packed else cls.dense(cut, sequences, length)
 
     @classmethod
     def dense(cls, cut: Chunks, sequences: int, length: int) -> Segments:
@@ -90,33 +127,10 @@ class Segments:
         return cls(length, sequences * per, per, None)
 
     @classmethod
-    def packed(cls, cut: Chunks, N: int, length: int) -> Segments:
-        """With a column for every segment in the order in which they are started, the longest first, so that what the device
-        ends with is short: segment (its place among `ends`), first chunk, chunks, sequence (-1: unused), place in the sequence,
-        the sequence's segments."""
-        assert cut.first is not None
-        count = cut.count // length + N
-        chunks_of = jnp.diff(cut.first)  # [N]
-        full, left = chunks_of // length, chunks_of % length
-        shorter = (left > 0) | (chunks_of == 0)  # an empty sequence still hands its state on
-        length_class = (length - 1 - left) * LENGTH_CLASSES // length  # of the shorter segment, 0 for nearly full ones
-        each_class = jnp.arange(LENGTH_CLASSES, dtype=jnp.int32)[:, None]
-        in_class = shorter[None] & (length_class[None] == each_class)  # [LENGTH_CLASSES, N]
-        first = starts(jnp.concatenate([full, in_class.astype(jnp.int32).ravel()]), cut.plan.compare_all)
-        index = jnp.arange(count, dtype=jnp.int32)
-        group = owner(first, index, cut.plan.compare_all)
-        seq, is_full = group % N, group < N
-        place = jnp.where(is_full, index - first[group], full[seq])
-        begin = cut.first[seq]
-        table = [
-            begin // length + seq + place,  # no two alike, a sequence's one after the other, below `count`
-            begin + place * length,
-            jnp.where(is_full, length, left[seq]),
-            jnp.where(index < first[-1], seq, -1),
-            place,
-            full[seq] + shorter[seq].astype(jnp.int32),
-        ]
-        return cls(length, count, count, jnp.stack(table).astype(jnp.int32))
+    def packed(cls, cut: Chunks, length: int) -> Segments:
+        assert cut.tables is not None
+        table = cut.tables.segments(length)
+        return cls(length, table.shape[1], table.shape[1], table)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -153,14 +167,6 @@ def length_to_fill(chunks: int, programs: int, least: int) -> int:
     """
     wanted = max(1, min(PROGRAMS_TO_FILL // max(programs, 1), MAX_SEGMENTS, chunks // least))
     return cdiv(chunks, 1 if programs >= ENOUGH_PROGRAMS else wanted)
-
-
-def starts(counts: Array, compare_all: int) -> Array:
-    """[n + 1]: the sum of the counts [n] before each, and of all."""
-    if counts.size**2 > compare_all:
-        return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    before = jnp.arange(counts.size)[None] < jnp.arange(counts.size + 1)[:, None]
-    return jnp.sum(jnp.where(before, counts[None], 0), 1, dtype=jnp.int32)
 
 
 def owner(first: Array, index: Array, compare_all: int) -> Array:

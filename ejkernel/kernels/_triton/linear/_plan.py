@@ -24,7 +24,6 @@ INTERPRETED_AS = 90  # the interpreter knows no device: what it runs is planned 
 ROWS = (16, 32, 64, 128)  # legal block_q
 WEAK_LIMIT = 80.0
 MIN_SEGMENT = 8
-COMPARE_ALL = 1 << 22
 STATE_BYTES = 1 << 30
 
 _UNTIMED = contextvars.ContextVar("untimed kernels", default=False)
@@ -71,7 +70,6 @@ class Plan:
         weak_limit: a chunk is weakly gated where the sizes of its log decays add up to at most this in every channel.
         min_segment: chunks of the shortest segment that is worth its own programs; shorter ones cost more in their combination
             than they save.
-        compare_all: comparisons that one small kernel does faster than a search or a running sum, which takes a dozen kernels.
         state_bytes: bytes of states that a forward pass may store where no gradient is to come; a longer call goes in windows.
         segment: chunks of a segment, where backward passes need those of the forward pass, on every device of a mesh.
         untimed: whether kernels may be taken that no GPU has timed yet: see `untimed_kernels`.
@@ -95,7 +93,6 @@ class Plan:
     num_stages: int | None = None
     weak_limit: float = WEAK_LIMIT
     min_segment: int = MIN_SEGMENT
-    compare_all: int = COMPARE_ALL
     state_bytes: int = STATE_BYTES
     segment: int | None = None
     untimed: bool = False

@@ -19,8 +19,9 @@ from ejkernel.kernels._linear.batching import foldable
 from ejkernel.kernels._triton.linear._call import Call
 from ejkernel.kernels._triton.linear._chunks import Array, owner
 from ejkernel.kernels._triton.linear._mesh import over_explicit_axes, split_backward, split_forward
-from ejkernel.kernels._triton.linear._plan import COMPARE_ALL
 from ejkernel.kernels._triton.linear.routes import Route
+
+COMPARE_ALL = 1 << 22  # comparisons that one small kernel does faster than a search, which takes a dozen
 
 
 def solve_along(route: Route, arrays: dict[str, Array], cu_seqlens: Array | None) -> tuple[Array, Array]:

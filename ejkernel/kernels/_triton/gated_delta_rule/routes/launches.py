@@ -167,8 +167,9 @@ def _segments(call: Call) -> Segments:
     """The same for all scans of a call: adjoints go back through the segments' transitions."""
     length = call.plan.segment
     assert length is not None
-    cut = Segments.dense if call.chunks.table is None else Segments.packed
-    return cut(call.chunks, call.sequences, length)
+    if call.chunks.tables is not None:
+        return Segments.packed(call.chunks, length)
+    return Segments.dense(call.chunks, call.sequences, length)
 
 
 def _split(call: Call, segments: Segments) -> bool:
