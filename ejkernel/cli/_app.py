@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated
@@ -16,6 +17,7 @@ from ejkernel.cli._tune import tune
 from ejkernel.cli._verify import verify
 from ejkernel.ops.worker import left_behind
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 app = typer.Typer(
     name="ejkernel",
     help="Attention kernels for JAX: what runs on this machine, whether it is right, how fast it is, and tuning it.",
@@ -55,6 +57,15 @@ def _run_or_say_why_not() -> None:
         try:
             _screen.fail(f"JAX cannot use its device: {str(problem).splitlines()[0]}")
         except typer.Exit as end:  # nothing is left that would turn it into an exit
+            raise SystemExit(end.exit_code) from None
+    except OSError as problem:
+        if problem.errno not in _FULL:
+            raise
+        # What Python still holds for standard output would fail once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        try:
+            _screen.fail(f"the output cannot be written: {problem.strerror}.")
+        except typer.Exit as end:
             raise SystemExit(end.exit_code) from None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 from rich.text import Text
 
+from ejkernel._checking import checking
 from ejkernel._version import __version__
 from ejkernel.cli import _options
 from ejkernel.cli._screen import count, print_json, screen, table
@@ -69,6 +70,10 @@ def examine() -> dict[str, Any]:
     found["policy"] = _policy()
     if "error" in found["policy"]:
         found["problems"].append(found["policy"]["error"])
+    try:
+        checking()
+    except ValueError as problem:
+        found["problems"].append(str(problem))
     return found
 
 

@@ -145,7 +145,7 @@ def _tuner(iters: int, max_seconds: float) -> Tuner:
     try:
         return Tuner(iters=iters, max_seconds=max_seconds)
     except ValueError as problem:
-        wrong_use(f"--{problem}")
+        wrong_use(f"--{str(problem).replace('max_seconds', 'max-seconds')}")
 
 
 def _folder(cache_dir: Path | None) -> Path:

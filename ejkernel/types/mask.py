@@ -36,7 +36,6 @@ __all__ = [
     "segment_ids_to_mask",
     "segment_ids_to_qkv_masks",
     "segment_positions",
-    "signed",
 ]
 
 Number = int | Int[Array, ""]
@@ -191,7 +190,7 @@ class MaskInfo:
             q, k = (jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n)) for n in (q_len, kv_len))
             q = q if self.q_positions is None else self.q_positions
             k = k if self.kv_positions is None else self.kv_positions
-        return signed(q), signed(k)
+        return _signed(q), _signed(k)
 
     def apply_causal(self, offset: Offset = 0) -> MaskInfo:
         """Keeps keys at `k <= q + offset` (positions); `offset` is a number or `[B]`, one for each row, traced or not."""
@@ -268,6 +267,10 @@ class MaskInfo:
         """A copy with other fields, in the form that the `from_` methods give them: `info.replace(q_positions=...)`."""
         return dataclasses.replace(self, **{name: _as_field(name, x) for name, x in fields.items()})
 
+    def checked(self) -> MaskInfo:
+        """The same in the form that the `from_` methods give, where it was built by hand; ValueError or TypeError if it has none."""
+        return self.replace(**vars(self))
+
     def __and__(self, other: MaskInfo) -> MaskInfo:
         return self._restricted(self._mask_of(other))
 
@@ -338,7 +341,7 @@ def as_window(argument: str, window: int | tuple[int, int]) -> tuple[int, int]:
     return min(int(pair[0]), _FARTHEST), min(int(pair[1]), _FARTHEST)
 
 
-def signed(ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
+def _signed(ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
     """Ids or positions in a dtype that holds padding's -1 and their differences: negative ones, and more than 8 bits hold."""
     return ids if ids.dtype in (jnp.int32, jnp.int64) else ids.astype(jnp.int32)
 
@@ -397,4 +400,4 @@ def _as_ids(argument: str, ids: Any, shape: tuple[int, ...] | None = None) -> In
         raise ValueError(f"{argument} must be [B, length]; got shape {list(ids.shape)}.")
     if shape is not None and ids.shape != shape:
         raise ValueError(f"{argument} must be {list(shape)}; got {list(ids.shape)}.")
-    return signed(ids)
+    return _signed(ids)

@@ -320,6 +320,17 @@ class TestDropout:
         ({"mask_info": jnp.ones((B, S), bool)}, TypeError, "mask_info must be a MaskInfo"),
         ({"mask_info": MaskInfo.from_segments(jnp.zeros((B, T), int))}, ValueError, "mask_info must be for"),
         ({"mask_info": ROWS.replace(q_positions=np.zeros((B, S), int))}, ValueError, rf"q_positions must be .* \[{B}, {S}\]"),
+        (
+            {"mask_info": MaskInfo(q_segment_ids=np.zeros(T, int), kv_segment_ids=np.zeros(S, int))},
+            ValueError,
+            r"q_segment_ids must be \[B, length\]",
+        ),
+        (
+            {"mask_info": MaskInfo(q_segment_ids=np.zeros((B, T)), kv_segment_ids=np.zeros((B, S)))},
+            TypeError,
+            "q_segment_ids must be integers",
+        ),
+        ({"mask_info": MaskInfo(np.ones((B, S), bool))}, ValueError, r"attention_mask must be bool \[B, 1\|H, Q, K\]"),
         ({"softmax_aux": jnp.ones((3, 2))}, ValueError, rf"softmax_aux must be \[sinks\] or \[{HKV}\|{H}, sinks\]"),
         ({"softmax_aux": jnp.ones((2,), int)}, TypeError, "softmax_aux must be floating point"),
         ({"softmax_scale": jnp.ones((2,))}, ValueError, "softmax_scale must be a number"),
@@ -382,11 +393,13 @@ def test_config_refuses(fields, message):
 
 @both_schedules
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int8])
-def test_segment_ids_of_any_integers(cfg, dtype):
+def test_a_mask_info_that_was_built_by_hand_is_as_one_that_was_not(cfg, dtype):
     q, k, v = arrays(T, T)
     ids = np.array([[0] * 5 + [1] * 7] * B, dtype)
     call = lambda info: attention(q, k, v, mask_info=info, dtype=None, cfg=cfg, return_weights=False)
-    np.testing.assert_array_equal(call(MaskInfo(q_segment_ids=ids, kv_segment_ids=ids)), call(MaskInfo.from_segments(ids)))
+    wanted = call(MaskInfo.from_segments(ids))
+    np.testing.assert_array_equal(call(MaskInfo(q_segment_ids=ids, kv_segment_ids=ids)), wanted)
+    np.testing.assert_array_equal(call(MaskInfo(q_segment_ids=ids.tolist(), kv_segment_ids=ids.tolist())), wanted)
 
 
 def test_numpy_integers_are_integers():

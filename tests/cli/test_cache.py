@@ -149,6 +149,11 @@ def test_export_and_import_carry_everything(run, entry, tmp_path):
     assert "3 were there already" in again.words
 
 
+@pytest.mark.parametrize("name", ["", ".", "/"])
+def test_export_to_a_folder_is_refused(run, name):
+    assert "cannot be written: Is a directory." in run("cache", "export", name, code=1).words
+
+
 def test_export_to_standard_output_is_what_import_reads(run, entry, tmp_path):
     entry("attention")
     entry("gla")

@@ -57,6 +57,15 @@ def test_a_device_that_jax_does_not_have_is_said(command):
     assert "JAX cannot use its device: Unable to initialize backend 'junk'" in " ".join((made.stdout + made.stderr).split())
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["tables", "json"])
+def test_output_that_cannot_be_written_is_said(options):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ejkernel", "cache", "list", "--all", *options]
+        made = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (made.returncode, made.stderr) == (1, "error: the output cannot be written: No space left on device.\n")
+
+
 def test_without_the_extra_it_says_what_to_install():
     script = "import sys; sys.modules['typer'] = None; import ejkernel.cli as cli; cli.main()"
     hidden = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'typer' else f(n, *a); "
@@ -125,6 +134,11 @@ def test_doctor_counts_what_is_tuned(run, entry):
 def test_doctor_finds_a_policy_that_no_call_would_accept(run, monkeypatch):
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "sometimes")
     assert "must be one of 'autotune', 'heuristics', 'error'" in run("doctor", code=1).words
+
+
+def test_doctor_finds_a_word_for_checks_that_no_call_would_accept(run, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CHECK", "maybe")
+    assert "EJKERNEL_CHECK must be 0 or 1; got 'maybe'." in run("doctor", code=1).words
 
 
 def test_doctor_says_when_nothing_can_be_stored(run, monkeypatch, tmp_path):

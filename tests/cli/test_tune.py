@@ -177,6 +177,7 @@ def test_tuning_for_real(run):
         (("--op", "gla_attention", "--shapes", "1x8x1x4:bf16"), "bf16 is bfloat16 here."),
         (("--op", "gla_attention", "--shapes", "1x8x1x4:g4"), "g4, a g per key channel, is gk here."),
         (("--op", "gla_attention", "--shapes", "1x8x1x4", "--iters", "0"), "iters must be an integer of at least 1"),
+        (("--op", "gla_attention", "--shapes", "1x8x1x4", "--max-seconds", "0"), "--max-seconds must be positive"),
         (("--op", "gla_attention", "--shapes", "1x8x1x4", "--platform", "metal"), "--platform must be one of"),
         (("--op", "attention", "--gates", "gk", "--shapes", "1x8x1x4"), "--gates does not go together with attention"),
         (("--op", "attention", "--file", "no_such_file"), "--op does not go together with --file"),

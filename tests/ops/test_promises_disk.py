@@ -97,6 +97,17 @@ def test_promise_1_a_thing_that_is_no_file_is_a_miss(kind, tmp_path):
     assert len(given) == (0 if kind == "dangling link" else 1)
 
 
+def test_what_another_user_left_behind_does_not_keep_from_storing(tmp_path):
+    inv, stored = call(), PersistentCache("toy", tmp_path, ToyConfig)
+    left = stored.folder / "left.tmp"
+    left.mkdir(parents=True)  # as little to be unlinked as another user's file in a folder like /tmp
+    os.utime(left, (0, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stored.put(inv.key, ToyConfig(8))
+    assert stored.get(inv.key) == ToyConfig(8)
+
+
 def unwritable(kind: str, tmp_path: Path) -> Path:
     if kind == "a file in its place":
         (tmp_path / "file").write_text("")

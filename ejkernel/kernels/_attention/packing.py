@@ -67,6 +67,7 @@ class Packed(NamedTuple):
 
 def packed(info: MaskInfo, batch: int) -> MaskInfo | Packed:
     """The same information with its packing, where there is one."""
+    info = info.checked()
     packing = Packing.of(info, batch)
     return info if packing is None else Packed(info, packing)
 

@@ -22,7 +22,7 @@ from ejkernel._numbers import as_flag
 from ejkernel._sizes import known
 from ejkernel.kernels._attention import arguments as check
 from ejkernel.kernels._attention.packing import Packed, Packing
-from ejkernel.types.mask import MaskInfo, as_window, signed
+from ejkernel.types.mask import MaskInfo, as_window
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,19 +183,18 @@ class AttentionProblem:
         packing = None
         if isinstance(info, Packed):
             info, packing = info
-        elif self.device.backend == "gpu" and isinstance(info, MaskInfo):  # nothing else reads it
-            packing = Packing.of(info, self.batch)
         if not isinstance(info, MaskInfo):
             raise TypeError(f"mask_info must be a MaskInfo; got {type(info).__name__}. A plain array goes to attention_mask.")
+        info = info.checked()
         check.mask_info(info, shape)
+        if packing is None and self.device.backend == "gpu":  # nothing else reads it
+            packing = Packing.of(info, self.batch)
         fields: dict[str, Any] = {}
         if info.attention_mask is not None:
             mask = check.mask("mask_info", info.attention_mask, shape)
             fields["mask"] = mask if self.mask is None else check.both(self.mask, mask, shape)
         else:
-            for name in ("q_segment_ids", "kv_segment_ids"):
-                ids = getattr(info, name)
-                fields[name] = None if ids is None else signed(ids)
+            fields["q_segment_ids"], fields["kv_segment_ids"] = info.q_segment_ids, info.kv_segment_ids
             fields["packing"] = packing
         by_position = info.q_segment_ids is not None or info.q_positions is not None or info.kv_positions is not None
         if by_position and (self.left is not None or self.right is not None):

@@ -9,6 +9,7 @@ Whatever is wrong with a file or the folder is a miss and one warning, never an 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -218,13 +219,15 @@ class PersistentCache:
             return
         self._swept = True
         for file in self.folder.glob("*.tmp"):
-            with contextlib.suppress(FileNotFoundError):  # another process sweeps too
+            with contextlib.suppress(OSError):  # another process sweeps too, and may be another user's, whose files stay
                 if time.time() - file.stat().st_mtime > _STALE:
                     file.unlink()
 
 
 def write_atomically(file: Path, text: str) -> None:
     """Replaces a file's content so that a reader sees the old one or the new one. OSError leaves the old one."""
+    if not file.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
     temporary = file.with_name(f"{file.stem[:12]}.{secrets.token_hex(8)}.tmp")
     # With the umask's permissions, unlike `tempfile`: others who share the folder must be able to read it.
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
