@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test test-long test-fast test-pythons test-tpu run-fast lint typecheck docs demo several-devices test-gpu compile-gpu-tests sanitize-gpu clean
+.PHONY: setup test test-long test-fast test-pythons test-tpu run-fast lint typecheck docs demo several-devices test-gpu compile-gpu-tests ahead-of-gpu sanitize-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -100,14 +100,24 @@ test-gpu:
 compile-gpu-tests:
 	$(PYTHON) -m pytest -p tests.ahead tests -m "gpu and not alone" -n $(JOBS)
 
+# All that a GPU's machine need not compile, for the same Python and Triton as there: the kernels of the tests, of the benchmarks
+# and of the tuner's candidates as CARRIED (`python -m tests.carried unpack` there), and the programs that sanitize-gpu runs.
+CARRIED ?= build/triton.tar.xz
+TUNED ?= linear delta attention
+ahead-of-gpu: export TRITON_CACHE_DIR ?= $(CURDIR)/build/triton
+ahead-of-gpu: compile-gpu-tests
+	$(PYTHON) -m benchmarks.ahead linear_attention_gpu delta_rule_gpu attention_options_gpu gla_block_gpu causal_conv_gpu
+	$(if $(TUNED),$(PYTHON) -m benchmarks.tune_gpu --compile-for 90 --of $(TUNED) --jobs $(JOBS))
+	$(PYTHON) -m tests.carried pack $(TRITON_CACHE_DIR) $(CARRIED)
+	$(PYTHON) -m tests.triton.sanitized $(PROGRAMS) 90
+
 # Out-of-bounds reads and writes of every Triton kernel, on a GPU. Each array is an allocation of its own, so that its end is one.
-# The first run compiles, the second is watched.
+# The first run compiles, unless ahead-of-gpu has for this code; the second is watched.
 SANITIZER ?= compute-sanitizer
-PROGRAMS := build/sanitized.pickle
+PROGRAMS ?= build/sanitized.pickle
 sanitize-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
 sanitize-gpu: export XLA_PYTHON_CLIENT_ALLOCATOR := platform
 sanitize-gpu:
-	mkdir -p $(dir $(PROGRAMS))
 	$(PYTHON) -m tests.triton.sanitized $(PROGRAMS)
 	$(SANITIZER) --tool memcheck --error-exitcode 3 --print-limit 20 $(PYTHON) -m tests.triton.watched $(PROGRAMS)
 

@@ -1,7 +1,7 @@
 """Every kernel of the triton platform once, at sizes that end in the middle of a tile: what `make sanitize-gpu` has watched by
 compute-sanitizer.
 
-    python -m tests.triton.sanitized FILE        compiles the programs and writes them, with their arguments
+    python -m tests.triton.sanitized FILE        compiles the programs and writes them, unless they are there
     python -m tests.triton.sanitized FILE 90     the same for such a GPU, on a machine that need not have one
     python -m tests.triton.watched FILE          runs them
 
@@ -20,6 +20,7 @@ import pickle
 import pkgutil
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,7 +38,9 @@ from ejkernel.kernels._triton.linear.kernels.rows_scan import scan_rows_wide
 from ejkernel.kernels._triton.linear.routes.scans import WIDE_SHARED
 from ejkernel.testing.attention_cases import AttentionCase
 from ejkernel.testing.delta_cases import DeltaCase
+from ejkernel.testing.results import code
 from tests.triton.linear_cases import Case
+from tests.triton.watched import read
 
 PACKED = (0, 5, 5, 70, 130)
 RESETS = "resets now and then"  # some chunks are weakly gated, others are not: both ways are watched
@@ -214,10 +217,15 @@ def main() -> None:
 
     path, *capability = sys.argv[1:]
     target = int(capability[0]) if capability else _compiled.capability()
+    about = {"capability": target, "jax": jax.__version__, "code": code("tests/triton")}
+    if Path(path).exists() and read(path)["about"] == about:
+        print(f"{path} has the programs of this code")
+        return
     with compile_for(target):
         programs = _programs(target)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
-        pickle.dump(programs, file)
+        pickle.dump({"about": about, "programs": programs}, file)
 
 
 def _programs(target: int) -> list[tuple[str, bytes, list[np.ndarray]]]:

@@ -16,3 +16,14 @@ def test_what_a_gpu_test_launches_is_compiled_without_one(tmp_path):
     assert "compiled 4 launches" in printed
     compiled = {path.stem for path in tmp_path.glob("*/*.ptx")}
     assert compiled == {"running_log_decays", "head_gate_scan_by_warpgroups", "head_gate_backward_by_warpgroups"}
+
+
+@pytest.mark.long
+def test_what_comes_after_a_comparison_is_compiled_too(tmp_path):
+    """Chunked first, then step by step."""
+    outside(
+        "-m", "pytest", "-p", "tests.ahead", "-p", "no:cacheprovider", "-m", "gpu", "tests/linear/test_reference_cases.py",
+        "-k", "test_matches_reference and triton and bfloat16-gk-mild", environment={"TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    compiled = {path.stem for path in tmp_path.glob("*/*.ptx")}
+    assert {"state_scan", "decode_steps"} <= compiled

@@ -1,5 +1,6 @@
 """The cases that are run under compute-sanitizer on a GPU leave no kernel out."""
 
+import pickle
 import sys
 
 import jax
@@ -9,7 +10,9 @@ import pytest
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
 from ejkernel.callib import compile_for
+from tests.triton import sanitized
 from tests.triton.sanitized import CASES, kernels, name_of, value_and_gradient
+from tests.triton.watched import read
 
 
 def test_every_kernel_is_launched(monkeypatch):
@@ -31,3 +34,23 @@ def test_every_kernel_is_launched(monkeypatch):
     jax.clear_caches()
     assert len(everything) >= 9
     assert seen == everything
+
+
+def test_programs_are_compiled_once_for_the_same_code(monkeypatch, tmp_path):
+    file = tmp_path / "build" / "programs.pickle"
+    compiled: list[int] = []
+
+    def programs(target):
+        compiled.append(target)
+        return [("case", b"", [])]
+
+    monkeypatch.setattr(sys, "argv", ["sanitized", str(file), "90"])
+    monkeypatch.setattr(sanitized, "_programs", programs)
+    for _ in range(2):
+        sanitized.main()
+    assert compiled == [90]
+    found = read(str(file))
+    assert found["programs"] == [("case", b"", [])]
+    file.write_bytes(pickle.dumps({**found, "about": {**found["about"], "code": "other"}}))
+    sanitized.main()
+    assert compiled == [90, 90]
