@@ -221,7 +221,9 @@ def mma_v2(a: Tensor, b: Tensor, acc: Tensor, input_precision: str | None = None
     operands = [x.data for x in (a, b)]
     if operands[0].dtype == np.float32:
         if input_precision not in (None, "tf32"):
-            raise MissingWordError(f"the interpreter of Gluon kernels does not know mma_v2 with input_precision={input_precision!r}.")
+            raise MissingWordError(
+                f"the interpreter of Gluon kernels does not know mma_v2 with input_precision={input_precision!r}."
+            )
         operands = [(np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in operands]
     with np.errstate(all="ignore"):
         left, right = (x.astype(np.float32) for x in operands)
