@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,14 +162,14 @@ def test_only_where_it_is_asked_for(packed):
 
 
 def test_all_other_calls_keep_theirs():
-    others = (
-        (("head", 64, 64, 2000), {}), ((None, 64, 64, 2000), {}), (("channel", 64, 64, 2000), {"dtype": "float32"}),
-        (("channel", 64, 64, 2000), {"dtype": "float16"}), (("channel", 64, 64, 2000), {"cfg": GatedDeltaRuleConfig("chunked", 32)}),
+    others: tuple[tuple[str | None, dict[str, Any]], ...] = (
+        ("head", {}), (None, {}), ("channel", {"dtype": "float32"}), ("channel", {"dtype": "float16"}),
+        ("channel", {"cfg": GatedDeltaRuleConfig("chunked", 32)}),
     )  # fmt: skip
-    for call, options in others:
-        usual = kernels_of(*call, **options)
+    for gate, options in others:
+        usual = kernels_of(gate, 64, 64, 2000, **options)
         with untimed_kernels():
-            assert kernels_of(*call, **options) == usual
+            assert kernels_of(gate, 64, 64, 2000, **options) == usual
         assert "delta_correction" in usual
 
 

@@ -260,7 +260,8 @@ ASYNC_COPY = Words("async_copy", {
     "commit_group": lambda: partition().commit_copies(), "wait_group": lambda n=0: partition().wait_for_copies(int(n)),
 })  # fmt: skip
 FUNCTIONS = {
-    "mma_v2": mma_v2, "fence_async_shared": fence_async_shared, "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait,
+    "mma_v2": mma_v2, "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait,
+    "fence_async_shared": fence_async_shared,
     **{name: getattr(GL, name) for name in ("barrier", "thread_barrier", "warp_specialize")},
     **{name: getattr(ASYNC_COPY, name) for name in ("async_copy_global_to_shared", "async_load")},
 }  # fmt: skip
