@@ -2,6 +2,7 @@
 
     python -m benchmarks.delta_rule_gpu [--sides ours fla jla] [--rows TEXT ...] [--kernels] [--json results.jsonl]
     python -m benchmarks.delta_rule_gpu --errors                              errors against float64
+    python -m benchmarks.delta_rule_gpu --untimed [--rows TEXT ...]           ours beside itself with kernels not timed yet
 
 Times are kernel times, measured as in `linear_attention_gpu`: CUPTI's durations of every kernel that a call launches. A side
 that does not take a call is left out of its row. --kernels lists ours one by one.
@@ -20,7 +21,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernel_times import BANDWIDTH, Arrays, Calls, Lines, difference, jitted, kernel_ms, named, print_kernels
+from benchmarks.kernel_times import (
+    BANDWIDTH,
+    Arrays,
+    Calls,
+    Lines,
+    beside_untimed,
+    difference,
+    jitted,
+    kernel_ms,
+    named,
+    print_kernels,
+)
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._triton import gated_delta_rule
 from ejkernel.testing import jax_linear
@@ -50,6 +62,9 @@ def jla(arrays: Arrays, do: jax.Array, cu: np.ndarray | None) -> Calls:
 
 
 SIDES: dict[str, Callable[..., Calls]] = {"ours": ours, "fla": fla, "jla": jla}
+
+
+UNTIMED = ["4x4096x32x64x64 channel;"]  # rows by default: those whose calls have such kernels and are nearest to their marks
 
 
 def decode() -> None:
@@ -108,6 +123,17 @@ def errors(sides: list[str]) -> None:
             )
 
 
+def untimed(rows: list[tuple[str, str]], lines: Lines) -> None:
+    """Forward calls with the kernels in use and with those that no GPU has timed: which of them win?"""
+    for name, kind in rows:
+        arrays, do, cu = inputs(name, kind)
+        row = {"shape": name, "gate": kind, **beside_untimed(functools.partial(ours, arrays, do, cu))}
+        lines.add(**row)
+        alone = [", ".join(f"{n} {ms:.4f}" for n, ms in row[f"{form} alone"].items()) for form in ("in use", "untimed")]
+        whole = f"{row['untimed']:.4f} for {row['in use']:.4f} ({row['untimed'] / row['in use']:.3f})"
+        print(f"| {name} | {kind} | {whole} | {alone[1]} for {alone[0]} | {row['apart']:.1e} apart |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
@@ -115,8 +141,13 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="ours, kernel by kernel")
     parser.add_argument("--cfg", type=json.loads, help="fields of a configuration for ours, as JSON")
     parser.add_argument("--errors", action="store_true", help="errors against float64 instead of times")
+    parser.add_argument("--untimed", action="store_true", help="kernels that no GPU has timed yet beside those in use, forward")
     parser.add_argument("--json", help="where the numbers go: an object a line, as they are measured")
     options = parser.parse_args()
+    if options.untimed:
+        asked = options.rows if options.rows != [""] else UNTIMED
+        untimed([row for row in ROWS if any(text in f"{row[0]} {row[1]};" for text in asked)], Lines(options.json))
+        return
     if "fla" in options.sides:
         tune_on_all_cores()
     if options.errors:

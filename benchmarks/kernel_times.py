@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +78,38 @@ def print_kernels(call: Callable[[], Any], wait: Callable[[Any], None]) -> None:
     """The dozen kernels of a call that take the longest, in milliseconds."""
     for label, ms in list(kernels_ms(call, wait).items())[:12]:
         print(f"    {label[:48]:48} {ms:.4f}", flush=True)
+
+
+def beside_untimed(make: Callable[[], Calls], repeats: int = 20) -> dict[str, Any]:
+    """A forward call with the kernels in use and with those that no GPU has timed, in one run.
+
+    Args:
+        make: the calls, made anew for each of the two, so that each is traced with its own kernels.
+
+    Returns:
+        Of either, milliseconds of the whole call and of the kernels that the other does not launch, by name; and how far apart
+        the results are.
+    """
+    from ejkernel.kernels._triton.linear._plan import untimed_kernels
+
+    forms, results = {}, {}
+    for form, context in (("in use", contextlib.nullcontext()), ("untimed", untimed_kernels())):
+        with context:
+            forward, _, wait = make()
+            results[form] = forward()
+            wait(results[form])
+        forms[form] = functools.partial(kernels_ms, forward, wait, repeats)
+    first, last = forms
+    times: dict[str, list[dict[str, float]]] = {form: [] for form in forms}
+    for form in (first, last, last, first):  # a device that grows warmer is as slow for the one as for the other
+        times[form].append(forms[form]())
+    found: dict[str, Any] = {}
+    for form, other in ((first, last), (last, first)):
+        of_kernel = {name: sum(x[name] for x in times[form]) / 2 for name in times[form][0]}
+        found[form] = sum(of_kernel.values())
+        found[f"{form} alone"] = {name: ms for name, ms in of_kernel.items() if name not in times[other][0]}
+    found["apart"] = float(difference(results[last], results[first]))
+    return found
 
 
 class Lines:

@@ -199,7 +199,7 @@ def test_products_of_registers_see_ten_bits_of_float32():
     run = lambda precision: triton_call(x, kernel=square_in_registers, out_shape=x, grid=1, num_warps=1, PRECISION=precision)
     seen = np.trunc(np.asarray(x, np.float64) / (unit := 2.0 ** (np.floor(np.log2(np.abs(x))) - 10))) * unit
     np.testing.assert_allclose(run("tf32"), x + seen @ seen, rtol=1e-6, atol=1e-5)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="does not know mma_v2 with 'ieee'"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="does not know mma_v2 with input_precision='ieee'"):
         jax.block_until_ready(run("ieee"))
 
 
