@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 gluon = pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
 import triton  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
-from triton.experimental.gluon.language.nvidia.ampere import async_copy  # noqa: E402
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2  # noqa: E402
 from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: E402
     fence_async_shared,
     mbarrier,
@@ -180,6 +180,27 @@ def test_numbers_are_as_on_a_gpu():
     want = np.where(np.arange(4) % 2 == 0, np.cumsum(v), np.maximum.accumulate(v)).astype(jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(found), want)
     np.testing.assert_array_equal(ints, [-2, -1, 3, 10])
+
+
+@gluon.jit
+def square_in_registers(x, out, PRECISION: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    r = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
+    c = gl.arange(0, 16, gl.SliceLayout(0, layout))[None, :]
+    tile = gl.load(x + r * 16 + c)
+    left = gl.convert_layout(tile, gl.DotOperandLayout(0, layout, 1))
+    right = gl.convert_layout(tile, gl.DotOperandLayout(1, layout, 1))
+    gl.store(out + r * 16 + c, mma_v2(left, right, tile, input_precision=PRECISION))
+
+
+def test_products_of_registers_see_ten_bits_of_float32():
+    """The others are cut off, not rounded; what is added to keeps all of its own."""
+    x = jax.random.normal(jax.random.key(1), (16, 16))
+    run = lambda precision: triton_call(x, kernel=square_in_registers, out_shape=x, grid=1, num_warps=1, PRECISION=precision)
+    seen = np.trunc(np.asarray(x, np.float64) / (unit := 2.0 ** (np.floor(np.log2(np.abs(x))) - 10))) * unit
+    np.testing.assert_allclose(run("tf32"), x + seen @ seen, rtol=1e-6, atol=1e-5)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="does not know mma_v2 with input_precision='ieee'"):
+        jax.block_until_ready(run("ieee"))
 
 
 @gluon.jit

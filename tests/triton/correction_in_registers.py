@@ -8,13 +8,13 @@ import tempfile
 
 import triton
 
-from benchmarks.triton_resources import resources
 from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
 from ejkernel.kernels._triton.gated_delta_rule.routes import route_of
 from ejkernel.kernels._triton.linear._launches import arrays_of, launches
 from ejkernel.kernels._triton.linear._plan import untimed_kernels
 from tests.triton.test_delta import TRITON, problem
 
+USED = {"registers": "REG", "spills": "STACK"}
 COUNTED = {"products": "HMMA", "shuffles": "SHFL", "barriers": "BAR"}
 
 
@@ -29,10 +29,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             code = pathlib.Path(folder) / "kernel.cubin"
             code.write_bytes(compiled.asm["cubin"])
-            command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(code)]
+            command = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", str(code)]
             listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         counts = {name: len(re.findall(rf"\b{op}\b", listing)) for name, op in COUNTED.items()}
-        found.append({**resources(compiled), **counts})
+        used = {name: int(re.findall(rf"\b{word}:(\d+)", listing)[0]) for name, word in USED.items()}
+        found.append({**used, **counts, "shared": compiled.metadata.shared})
     print(json.dumps(found))
 
 

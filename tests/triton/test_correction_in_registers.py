@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,9 @@ from ejkernel.testing.delta_cases import DeltaCase
 from tests.triton.processes import outside
 from tests.triton.test_delta import problem
 
-interpreted = pytest.mark.skipif(device_of(()).backend != "cpu", reason="for a GPU: python -m benchmarks.delta_rule_gpu --untimed")
+interpreted = pytest.mark.skipif(
+    device_of(()).backend != "cpu", reason="for a GPU: python -m benchmarks.delta_rule_gpu --sides ours untimed"
+)
 H200 = Device("gpu", "NVIDIA H200", 90)
 KERNEL = "delta_correction_in_registers"
 CHUNKED = GatedDeltaRuleConfig("chunked", 64)
@@ -103,15 +106,15 @@ WHOLE = [
         initial_state=True, key_channels=K, value_channels=64, **cut,
     )
     for name, gates, keys, beta, K, cut in (
-        ("correlated", "mild", "correlated", "near two", 64, {"time": 130}),
-        ("identical", "mild", "identical", "to two", 64, {"time": 64, "reverse": True}),
-        ("raw", "mild", "raw", "usual", 128, {"time": 100}),
+        ("correlated", "mild", "correlated", "near two", 64, {"time": 70}),
+        ("identical", "zero", "identical", "to two", 64, {"time": 64, "reverse": True}),
+        ("raw", "mild", "raw", "usual", 128, {"time": 65}),
         ("everything", "everything", "unit", "to two", 64, {"lengths": (65, 0, 1, 64)}),
-        ("resets", "resets", "correlated", "some zero", 128, {"lengths": (70, 3), "reverse": True}),
+        ("resets", "resets", "unit", "some zero", 128, {"lengths": (66, 3), "reverse": True}),
         ("infinite", "infinite", "unit", "usual", 64, {"time": 129}),
-        ("zero", "zero", "unit", "near two", 64, {"time": 70}),
     )
 ]  # fmt: skip
+LONG = ("everything", "resets")
 
 
 @pytest.fixture
@@ -128,12 +131,18 @@ def launched(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("case", WHOLE, ids=str)
+@pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.long) if x.name in LONG else x for x in WHOLE], ids=str)
 def test_whole_calls_match_float64(case, launched):
+    run = functools.partial(gated_delta_rule, cfg=CHUNKED)
     with on_device(H200), untimed_kernels():
-        found = jax.block_until_ready(case.evaluate(functools.partial(gated_delta_rule, cfg=CHUNKED)))
+        found = jax.block_until_ready(case.evaluate(run))
     assert KERNEL in launched
-    assert_close(found, case.expected(), case.tolerance)
+    want, (values, gradients) = case.expected(), case.tolerance
+    if case.amplifies:  # bfloat16's own rounding, too
+        with on_device(H200):
+            usual = case.evaluate(run)
+        values, gradients = (max(x, 1.02 * max(relative_rms(usual[n], want[n]) for n in want)) for x in (values, gradients))
+    assert_close(found, want, (values, gradients))
 
 
 def kernels_of(*call, cfg=CHUNKED, **of_problem) -> list[str]:
@@ -153,14 +162,14 @@ def test_only_where_it_is_asked_for(packed):
 
 
 def test_all_other_calls_keep_theirs():
-    others = (
-        (("head", 64, 64, 2000), {}), ((None, 64, 64, 2000), {}), (("channel", 64, 64, 2000), {"dtype": "float32"}),
-        (("channel", 64, 64, 2000), {"dtype": "float16"}), (("channel", 64, 64, 2000), {"cfg": GatedDeltaRuleConfig("chunked", 32)}),
+    others: tuple[tuple[str | None, dict[str, Any]], ...] = (
+        ("head", {}), (None, {}), ("channel", {"dtype": "float32"}), ("channel", {"dtype": "float16"}),
+        ("channel", {"cfg": GatedDeltaRuleConfig("chunked", 32)}),
     )  # fmt: skip
-    for call, options in others:
-        usual = kernels_of(*call, **options)
+    for gate, options in others:
+        usual = kernels_of(gate, 64, 64, 2000, **options)
         with untimed_kernels():
-            assert kernels_of(*call, **options) == usual
+            assert kernels_of(gate, 64, 64, 2000, **options) == usual
         assert "delta_correction" in usual
 
 
@@ -169,7 +178,9 @@ def test_compiled():
     """It spills nothing, and between its products no thread asks another."""
     for found in json.loads(outside("-m", "tests.triton.correction_in_registers")):
         assert found["spills"] <= 8, found
-        assert found["registers"] <= 168, found  # twelve programs of a warp to a multiprocessor, which shared memory has room for
+        assert found["registers"] <= 168, (
+            found
+        )  # twelve programs of a warp to a multiprocessor, which shared memory has room for
         assert found["shared"] <= 18 << 10, found
         assert found["products"] == 208, found
         assert found["shuffles"] == 0, found

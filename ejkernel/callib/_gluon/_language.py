@@ -221,7 +221,9 @@ def mma_v2(a: Tensor, b: Tensor, acc: Tensor, input_precision: str | None = None
     operands = [x.data for x in (a, b)]
     if operands[0].dtype == np.float32:
         if input_precision not in (None, "tf32"):
-            raise MissingWordError(f"the interpreter of Gluon kernels does not know mma_v2 with input_precision={input_precision!r}.")
+            raise MissingWordError(
+                f"the interpreter of Gluon kernels does not know mma_v2 with input_precision={input_precision!r}."
+            )
         operands = [(np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in operands]
     with np.errstate(all="ignore"):
         left, right = (x.astype(np.float32) for x in operands)
@@ -258,7 +260,8 @@ ASYNC_COPY = Words("async_copy", {
     "commit_group": lambda: partition().commit_copies(), "wait_group": lambda n=0: partition().wait_for_copies(int(n)),
 })  # fmt: skip
 FUNCTIONS = {
-    "mma_v2": mma_v2, "fence_async_shared": fence_async_shared, "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait,
+    "mma_v2": mma_v2, "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait,
+    "fence_async_shared": fence_async_shared,
     **{name: getattr(GL, name) for name in ("barrier", "thread_barrier", "warp_specialize")},
     **{name: getattr(ASYNC_COPY, name) for name in ("async_copy_global_to_shared", "async_load")},
 }  # fmt: skip

@@ -1,9 +1,9 @@
 """`delta_correction` of scores that are there, in registers: between its products a warp exchanges nothing.
 
-Of a sum of 16 x 16 numbers a thread of the warp holds rows t / 4 and 8 further, columns 2 (t % 4), the next one, and both 8 further.
-A product could take both of its operands like that, the right one transposed, if it added up its channels in another order: the
-even ones of every eight before the odd ones. Nothing but that order is changed, in both operands. So a block is kept as it is or
-transposed, and a product gives the one or the other, by the place of its operands:
+Of a sum of 16 x 16 numbers a thread of the warp holds rows t / 4 and 8 further, columns 2 (t % 4), the next one, and both 8
+further. A product could take both of its operands like that, the right one transposed, if it added up its channels in another
+order: the even ones of every eight before the odd ones. Nothing but that order is changed, in both operands. So a block is kept
+as it is or transposed, and a product gives the one or the other, by the place of its operands:
 
     a b = product(a, b^T),   (a b)^T = product(b^T, a)
 
@@ -103,8 +103,8 @@ def _scores(high, low, n: gl.constexpr, TRANSPOSED: gl.constexpr):
 
 @gluon.jit
 def _inverses(own, own_t, minus, N: gl.constexpr):
-    """(I + W)^-1 of N blocks W = own beta, as `correction._inverse` makes it; all of them level by level, since each of them alone
-    waits for every product. own_t: transposed. minus: -beta of all rows, in shared memory."""
+    """(I + W)^-1 of N blocks W = own beta, as `correction._inverse` makes it; level by level of all of them, since one alone
+    would wait for every product. own_t: transposed. minus: -beta of all rows, in shared memory."""
     r = gl.arange(0, 16, ROWS)[:, None]
     c = gl.arange(0, 16, COLUMNS)[None, :]
     W = ()  # -W
@@ -134,8 +134,8 @@ def delta_correction_in_registers(
     Z, betas,
     H: gl.constexpr, C: gl.constexpr, SIGN: gl.constexpr,
 ):  # fmt: skip
-    """Programs of one warp: chunks * heads. Z [chunks, H, C, C], betas [chunks, H, C] and arguments as of `delta_correction`; M is
-    given, M_low may be None."""
+    """Programs of one warp: chunks * heads. Z [chunks, H, C, C], betas [chunks, H, C] and arguments as of `delta_correction`; M
+    is given, M_low may be None."""
     N: gl.constexpr = C // 16
     BLOCKS: gl.constexpr = N * (N + 1) // 2
     _tile, head, s = program_at(1, H)
