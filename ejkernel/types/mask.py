@@ -268,7 +268,7 @@ class MaskInfo:
         return dataclasses.replace(self, **{name: _as_field(name, x) for name, x in fields.items()})
 
     def checked(self) -> MaskInfo:
-        """The same in the form that the `from_` methods give, where it was built by hand; ValueError or TypeError if it has none."""
+        """The same in the form that the `from_` methods give; ValueError or TypeError where it cannot be."""
         return self.replace(**vars(self))
 
     def __and__(self, other: MaskInfo) -> MaskInfo:

@@ -33,6 +33,7 @@ MORE = (
     AttentionCase("long", q_len=300, kv_len=700, window=(90, 60), soft_cap=3.0, sinks=("H", 2)),
     AttentionCase("blocks-without-keys", q_len=400, kv_len=130, window=(20, 0), sinks=(1,)),
     AttentionCase("narrow-and-wide", dtype="bfloat16", q_len=256, kv_len=256, channels=80, value_channels=128, causal=True),
+    AttentionCase("soft-cap-beyond-all-scores", soft_cap=3.4e38, causal=True),
     AttentionCase("packed-soft-cap", segments="packed", soft_cap=2.0, sinks=("Hkv", 1), mask="keys", q_len=150, kv_len=150),
 )  # fmt: skip
 TAKEN = [case for case in (*CASES, *MORE) if case.name not in (*REFUSED, SATURATED)]

@@ -15,6 +15,7 @@ from ejkernel._numbers import as_array, as_dtype, as_flag, as_float
 from ejkernel.types.mask import MaskInfo
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
+_LARGEST_CAP = 2.0**100  # larger ones change no score, and what kernels multiply and divide by leaves float32
 
 
 class Shape(NamedTuple):
@@ -115,7 +116,7 @@ def soft_cap(cap: Any) -> float | None:
     number = as_float("logits_soft_cap", cap)
     if not 0 < number <= np.finfo(np.float32).max:
         raise ValueError(f"logits_soft_cap must be positive and a float32 (None: no cap); got {cap}.")
-    return number
+    return min(number, _LARGEST_CAP)
 
 
 def softmax_dtype(dtype: Any, default: Any) -> Any:

@@ -84,7 +84,6 @@ KEYS_TOGETHER = 16 << 20  # bytes
 HEADS_TOGETHER = (4, 16)  # at least and at most
 DOCUMENTS_TOGETHER = 8  # heads of packed documents
 LARGE_CAP = 1000.0  # of scores, above which 1 - 2 r leaves a 16-bit call too few digits of those near 0
-LARGEST_CAP = 2.0**100  # larger ones are taken as this one: what they are divided by and multiplied with leaves float32
 LARGE = 227 << 10  # bytes of shared memory of an H100's program
 
 
@@ -141,7 +140,7 @@ class Plan:
             scale=problem.scale,
             left=problem.left,
             right=problem.right,
-            soft_cap=None if problem.soft_cap is None else min(problem.soft_cap, LARGEST_CAP),
+            soft_cap=problem.soft_cap,
             dropout_prob=problem.dropout_prob,
         )
 
