@@ -31,6 +31,7 @@ from ejkernel.ops.kernel import Cfg, Kernel, Out, named_arguments
 from ejkernel.ops.key import bucket, environment, settings, stable_text, structure_text
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_PLAIN = (*_ARRAYS, bool, int, float, str, type, type(None))  # arguments without arrays of other libraries
 
 
 def is_array(leaf: Any) -> bool:
@@ -43,7 +44,7 @@ def with_arrays_of_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
     As static values they would be compiled in: a call with the same object would not see what has been written to it since.
     """
-    if all(map(_is_plain, {*map(type, args), *map(type, kwargs.values())})):  # nearly every call; it must cost little
+    if all(issubclass(kind, _PLAIN) for kind in {*map(type, args), *map(type, kwargs.values())}):  # as in nearly every call
         return args, kwargs
     leaves, treedef = tree_util.tree_flatten((args, kwargs))
     leaves = [_converted(leaf) if _is_array_of_others(type(leaf)) else leaf for leaf in leaves]
@@ -51,13 +52,7 @@ def with_arrays_of_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return args, kwargs
 
 
-@functools.lru_cache(maxsize=1024)
-def _is_plain(kind: Any) -> bool:
-    return issubclass(kind, (*_ARRAYS, bool, int, float, str, type, type(None)))
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_array_of_others(kind: Any) -> bool:
+def _is_array_of_others(kind: type) -> bool:
     convertible = hasattr(kind, "__jax_array__") or hasattr(kind, "__array__")
     return convertible and not issubclass(kind, (*_ARRAYS, type))  # a dtype may be a class, whose values are arrays
 
