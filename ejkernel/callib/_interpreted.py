@@ -78,10 +78,12 @@ def run(
 ) -> list[jax.Array]:
     interpret = functools.partial(_interpret_gluon, warps=warps) if is_gluon(kernel) else _interpret
     source = {o: i for i, o in aliases.items()}
+    is_array = [isinstance(x, jax.Array) for x in args]
+    numbers = [None if array else x for array, x in zip(is_array, args, strict=True)]  # the function must hold no tracers
 
     def on_host(*concrete: np.ndarray) -> tuple[np.ndarray, ...]:
         arrays = iter(concrete)
-        values = [np.array(next(arrays)) if isinstance(x, jax.Array) else x for x in args]
+        values = [np.array(next(arrays)) if array else x for array, x in zip(is_array, numbers, strict=True)]
         results = [_buffer(x, values[source[i]] if i in source else None, i in zeroed) for i, x in enumerate(outputs)]
         with _one_at_a_time:
             interpret(kernel, grid, dict(zip(names, [*values, *results], strict=True)), constants)

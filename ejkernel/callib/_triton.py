@@ -165,7 +165,7 @@ def triton_call(
 
 
 def _run(launch: Launch, aliases: dict[int, int], zeroed: frozenset[int], name: str) -> list[jax.Array]:
-    if jax.config.jax_debug_nans or jax.config.jax_debug_infs:  # which would find what lies where a kernel writes nothing
+    if any(getattr(jax.config, f"jax_debug_{kind}") for kind in ("nans", "infs")):  # they would find what no program writes
         zeroed = frozenset(range(len(launch.outputs))) - set(aliases.values())
     call = (launch.kernel, launch.names, launch.args, launch.outputs, launch.grid, launch.constants, aliases, zeroed)
     if is_interpreted(launch.kernel):

@@ -17,7 +17,7 @@ from ejkernel.ops.config.codec import check_config
 from ejkernel.ops.config.overlay import active
 from ejkernel.ops.config.policy import VARIABLE
 from ejkernel.ops.config.selection import Choice, ConfigSelectorChain
-from ejkernel.ops.invocation import Invocation, mapped_axes, split
+from ejkernel.ops.invocation import Invocation, mapped_axes, split, with_arrays_of_others
 from ejkernel.ops.kernel import Cfg, Kernel, Out, named_arguments
 from ejkernel.ops.key import thread_settings
 from ejkernel.ops.notices import ValueWarning, warn_once
@@ -61,7 +61,7 @@ class Executor:
         """
         if isinstance(kernel, type):
             raise TypeError(f"kernel must be an instance; got the class {kernel.__name__} itself: call {kernel.__name__}().")
-        args, kwargs = kernel.prepare(args, kwargs)
+        args, kwargs = kernel.prepare(*with_arrays_of_others(args, kwargs))
         if collecting.current() is not None:
             return self._listed(kernel, args, kwargs, _cfg)
         if checked := checking():
@@ -77,6 +77,7 @@ class Executor:
                 check_config(_cfg, f"{kernel.op_id}: cfg")
             raise TypeError(f"{kernel.op_id}: every static argument must be hashable ({problem}).") from None
         if plan is None:
+            _refuse_shapes(kernel, args, kwargs)
             inv = Invocation.of(kernel, *args, **kwargs)
             plan = self._plan(inv, self.chooser.choose(inv, _cfg).config)
             _remember(self._known, name, plan)
@@ -88,7 +89,7 @@ class Executor:
 
     def choose(self, kernel: Kernel[Cfg, Out], *args: Any, _cfg: Cfg | None = None, **kwargs: Any) -> Choice:
         """The configuration that a call would run with, and which level chose it, without running it."""
-        args, kwargs = kernel.prepare(args, kwargs)
+        args, kwargs = kernel.prepare(*with_arrays_of_others(args, kwargs))
         return self.chooser.choose(Invocation.of(kernel, *args, **kwargs), _cfg)
 
     def _listed(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
@@ -140,6 +141,17 @@ def _signature(leaves: list[Any]) -> tuple[list[Any], tuple[Any, ...], bool]:
     if traced:
         signature.append(mapped_axes(arrays))
     return arrays, tuple(signature), concrete
+
+
+def _refuse_shapes(kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """TypeError naming an argument that is the description of an array: a call computes, and needs the values."""
+    for name, value in named_arguments(kernel, args, kwargs).items():
+        for leaf in tree_util.tree_leaves(value):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"{kernel.op_id}: {name} must hold arrays; got {leaf}, which has no values. jax.eval_shape calls a "
+                    f"function on shapes alone, and `Executor.choose` says how such a call would run."
+                )
 
 
 def _at_hand(array: Any) -> bool:

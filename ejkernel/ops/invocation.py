@@ -31,11 +31,38 @@ from ejkernel.ops.kernel import Cfg, Kernel, Out, named_arguments
 from ejkernel.ops.key import bucket, environment, settings, stable_text, structure_text
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_PLAIN = (*_ARRAYS, bool, int, float, str, type, type(None))  # arguments without arrays of other libraries
 
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf of the arguments is data; everything else is a static value."""
     return isinstance(leaf, _ARRAYS)
+
+
+def with_arrays_of_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with numpy's or JAX's arrays in place of those of other libraries, which say how they become one.
+
+    As static values they would be compiled in: a call with the same object would not see what has been written to it since.
+    """
+    if all(issubclass(kind, _PLAIN) for kind in {*map(type, args), *map(type, kwargs.values())}):  # as in nearly every call
+        return args, kwargs
+    leaves, treedef = tree_util.tree_flatten((args, kwargs))
+    leaves = [_converted(leaf) if _is_array_of_others(type(leaf)) else leaf for leaf in leaves]
+    args, kwargs = tree_util.tree_unflatten(treedef, leaves)
+    return args, kwargs
+
+
+def _is_array_of_others(kind: type) -> bool:
+    convertible = hasattr(kind, "__jax_array__") or hasattr(kind, "__array__")
+    return convertible and not issubclass(kind, (*_ARRAYS, type))  # a dtype may be a class, whose values are arrays
+
+
+def _converted(leaf: Any) -> Any:
+    """An array, or what is none as it is: the operation says by name what is wrong with it."""
+    try:
+        return leaf.__jax_array__() if hasattr(leaf, "__jax_array__") else np.asarray(leaf)
+    except (TypeError, ValueError, RuntimeError):
+        return leaf
 
 
 def is_float(leaf: Any) -> bool:

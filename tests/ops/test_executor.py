@@ -70,6 +70,40 @@ def test_an_eager_call_is_compiled_once_and_so_is_its_gradient(executor):
     assert len(traces) <= 5
 
 
+class OfAnotherLibrary:
+    """An array that can be written to, and is known by its address."""
+
+    def __init__(self, values):
+        self.values = np.array(values, np.float32)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.values, dtype)
+
+
+class OfOneForJax:
+    def __init__(self, values):
+        self.values = values
+
+    def __jax_array__(self):
+        return jnp.asarray(self.values, jnp.float32)
+
+
+@pytest.mark.parametrize("kind", [OfAnotherLibrary, OfOneForJax])
+def test_arrays_of_other_libraries_are_data(executor, kind):
+    """What is written to one between two calls is seen, by the operations too."""
+    array = kind([1.0, 2.0])
+    run = lambda: executor(Cube(), array, n=1)
+    assert run().tolist() == [1.0, 8.0]
+    array.values = np.array([3.0, 1.0])
+    assert run().tolist() == [27.0, 1.0]
+    assert executor.choose(Cube(), array, n=1).config == executor.choose(Cube(), np.zeros(2, np.float32), n=1).config
+
+
+def test_a_shape_is_no_argument_of_a_call(executor):
+    with pytest.raises(TypeError, match=r"cube: x must hold arrays; got ShapeDtypeStruct\(shape=\(2,\)"):
+        executor(Cube(), jax.ShapeDtypeStruct((2,), jnp.float32), n=1)
+
+
 def test_static_values_of_different_types_are_not_confused(executor):
     class Typed(Kernel[ToyConfig, jax.Array]):
         op_id = "typed"

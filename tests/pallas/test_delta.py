@@ -104,6 +104,15 @@ def test_vmap_is_a_larger_batch():
     np.testing.assert_allclose(many, jnp.stack([one, other]), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("lengths", [None, (11, 0, 7)], ids=["dense", "packed"])
+def test_a_gradient_promotes_nothing_and_leaks_nothing(lengths):
+    arrays, options = DeltaCase("strict", batch=1, time=18, lengths=lengths, gate="head", dtype="bfloat16").arguments()
+    output = lambda arrays: gated_delta_rule(**arrays, **options, platform="pallas")
+    pulled = lambda arrays: jax.vjp(output, arrays)[1](output(arrays))
+    with interpreted(), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"), jax.check_tracer_leaks():
+        jax.jit(pulled).trace(arrays)
+
+
 @pytest.mark.parametrize("gate", [None, "head", "channel"])
 def test_lowers_for_a_tpu(gate):
     case = DeltaCase("tpu", time=128, heads=4, key_channels=128, value_channels=128, gate=gate, dtype="bfloat16")

@@ -289,6 +289,13 @@ def test_settings_of_jax_change_nothing(setting):
     assert_close(got, want, tolerance)
 
 
+def test_a_gradient_leaks_nothing_from_its_trace():
+    case = DeltaCase("leaks", batch=1, time=18, gate="head")
+    arrays, _ = case.arguments()
+    with jax.check_tracer_leaks():
+        jax.jit(jax.grad(lambda arrays: jnp.sum(gated_delta_rule(**arrays)[0]))).lower(arrays)
+
+
 def test_looking_for_nans_finds_none_in_what_the_gradient_keeps():
     """Called without `jit`, where JAX looks at that too: some of it is neither written nor read."""
     case = DeltaCase("nans", batch=1, time=21, gate="head", gate_kind="infinite", initial_state=True)

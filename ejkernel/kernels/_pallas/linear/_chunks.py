@@ -39,7 +39,7 @@ class Chunks:
         # Made by the program: a partitioned call must not hold arrays of its own.
         index = lax.iota(jnp.int32, batch * count)
         place = lax.rem(index, np.int32(count))
-        marks = FIRST * (place == 0) + LAST * (place == count - 1)
+        marks = _marks(place == 0, place == count - 1)
         return cls(rows, tokens, count, reverse, lax.div(index, np.int32(count)), marks, None, None)
 
     @classmethod
@@ -53,8 +53,8 @@ class Chunks:
         index = jnp.arange(count, dtype=jnp.int32)
         sequence = jnp.minimum(_owner(ends, index), used)  # [S]
         place = index - begins[sequence]
-        marks = FIRST * (place == 0) + LAST * (place == owned[sequence] - 1)
-        offset = (place[:, None] * rows + jnp.arange(rows, dtype=jnp.int32)).reshape(-1)  # [S * C] within the sequence
+        marks = _marks(place == 0, place == owned[sequence] - 1)
+        offset = (place[:, None] * rows + jnp.arange(rows, dtype=jnp.int32)[None]).reshape(-1)  # [S * C] within the sequence
         low, high = (jnp.repeat(x[sequence], rows) for x in (cu_seqlens[:-1], cu_seqlens[1:]))
         source = high - 1 - offset if reverse else low + offset
         source = jnp.where(offset < high - low, source, tokens)
@@ -78,6 +78,10 @@ class Chunks:
             return jnp.take(x, self.place, axis=1, mode="fill", fill_value=0)
         x = x[:, : self.tokens]
         return jnp.flip(x, 1) if self.reverse else x
+
+
+def _marks(first: Array, last: Array) -> Array:
+    return FIRST * first.astype(jnp.int32) + LAST * last.astype(jnp.int32)
 
 
 def _owner(ends: Array, index: Array) -> Array:

@@ -72,5 +72,6 @@ def _backward(
     def run(arrays: Arrays, cu_seqlens: Array | None, **results: Any) -> Arrays:
         return route.backward(Given(arrays, cu_seqlens), **results)
 
-    split_run = lambda **args: split(run, tuple(sorted(arrays)), **args)
+    names = tuple(sorted(arrays))  # of arrays alone: `vmap` keeps the function, and would keep what it holds
+    split_run = lambda **args: split(run, names, **args)
     return foldable(split_run, arrays=arrays, cu_seqlens=cu_seqlens, saved=saved, doutput=doutput, dfinal=dfinal)
