@@ -148,7 +148,8 @@ def scan_rows(
     """Outputs of chunks from their gated rows, with the state in registers.
 
     Args:
-        rows: qd, kd, chunk_decay, A and A_low (which may be None) of the kernel; adjoint: q's and k's in each other's place.
+        rows: qd, kd, chunk_decay, A and A_low (which may be None) of the kernel; adjoint: q's and k's in each other's place;
+            wide, and where qd is q itself, q_decay.
         v: the values; adjoint: the output's adjoint.
         output: dtype of the outputs.
         wide: by `scan_rows_wide`.
@@ -161,6 +162,8 @@ def scan_rows(
     KP = chunk_decay.shape[2]
     BV = plan.block_d or tile(V, 64)
     segments = call.segments(cdiv(V, WIDE_VALUES if wide else BV)) if begun is None else begun.segments
+    q_decay = rows.get("q_decay")
+    rows = {name: x for name, x in rows.items() if name != "q_decay"}
     arguments = {**rows, "v": v, **chunks.arguments, **segments.arguments}
     common: dict[str, Any] = {
         "H": H, "SIGN": plan.sign, "EVEN": chunks.even, "K": K, "KP": KP, "HV": heads(v), "V": V, "ADJOINT": adjoint,
@@ -188,8 +191,8 @@ def scan_rows(
     }  # fmt: skip
     if wide:
         found = triton_call(
-            arguments=arguments, out_shape=out, kernel=rows_scan.scan_rows_wide, BV=WIDE_VALUES, STAGES=2, num_warps=8,
-            grid=(cdiv(V, WIDE_VALUES) * segments.count * H,), ALIKE=plan.per_head, **common,
+            arguments={**arguments, "q_decay": q_decay}, out_shape=out, kernel=rows_scan.scan_rows_wide, BV=WIDE_VALUES,
+            STAGES=2, num_warps=8, grid=(cdiv(V, WIDE_VALUES) * segments.count * H,), ALIKE=plan.per_head, **common,
         )  # fmt: skip
     else:
         aliases = {}
