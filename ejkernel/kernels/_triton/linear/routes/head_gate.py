@@ -21,6 +21,7 @@ from ejkernel.kernels._triton.linear.routes.scans import (
     scan_rows,
     scan_states,
     segment_ends,
+    starts_of_segments,
     wide_tiles,
     with_agreed_segments,
 )
@@ -290,6 +291,9 @@ def _scan(
     """`head_gate_scan` on (q, k, v) or on arrays in their roles: o, and final and states if asked for."""
     plan, (B, T, H, _, _), chunks = call.plan, call.dims, call.chunks
     K, V = k.shape[3], v.shape[3]
+    warpgroups = _by_warpgroups(plan, K, V) and all(x.dtype == jnp.bfloat16 for x in (q, k, v))
+    if warpgroups and plan.untimed and ends.states is not None:
+        begin, ends = None, starts_of_segments(call, begin, ends, segments, adjoint=adjoint)
     out = {
         "o": shape((B, T, H, V), output),
         "final": shape((call.sequences, H, K, V), np.float32) if final else None,
@@ -303,7 +307,7 @@ def _scan(
         "HQ": heads(q), "HK": heads(k), "HV": heads(v), "K": K, "V": V, "STRIDE_K": 1 if transposed else V,
         "STRIDE_V": K if transposed else 1, "DECAYS": V if transposed else K, "ADJOINT": adjoint,
     }  # fmt: skip
-    if _by_warpgroups(plan, K, V) and all(x.dtype == jnp.bfloat16 for x in (q, k, v)):
+    if warpgroups:
         return triton_call(
             arguments=arguments, out_shape=out, kernel=head_gate_warpgroups.head_gate_scan_by_warpgroups,
             grid=(segments.count * H,), H=H, C=plan.C, SIGN=plan.sign, EVEN=chunks.even,

@@ -14,16 +14,17 @@ from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array, Segments, chunk_counts, segment_length
 from ejkernel.kernels._triton.linear._plan import Plan, tile
-from ejkernel.kernels._triton.linear.kernels import rows_scan, state_scan
+from ejkernel.kernels._triton.linear.kernels import rows_scan, segment_starts, state_scan
 
 WIDE_SHARED = 202 << 10  # bytes that a program of `scan_rows_wide` takes with two chunks in shared memory
+START_TILE = 1024  # elements of a state that a program of `segment_starts` takes
 WIDE_KEYS, WIDE_VALUES = 256, 128  # the tile of `scan_rows_wide`
 
 
 class Ends(NamedTuple):
     """What each segment leaves when it starts from zero; all None where sequences have one segment each."""
 
-    states: Array | None = None  # [segments, H, K, V]
+    states: Array | None = None  # [segments, H, K, V]; without decays, what each segment starts from
     key_decays: Array | None = None  # [segments, H, K]
     value_decays: Array | None = None  # [segments, H, V], with a gate per value channel
 
@@ -95,6 +96,24 @@ def segment_ends(call: Call, a: Array, b: Array, segments: Segments, *, adjoint:
     nothing = dict.fromkeys(("begin", "ends", "end_decay_a", "end_decay_b"))
     found = triton_call(arguments={**arguments, **nothing}, out_shape=out, **options)
     return Ends(found["final"], found["segment_decay_a"], found.get("segment_decay_b"))
+
+
+def starts_of_segments(call: Call, begin: Array | None, ends: Ends, segments: Segments, *, adjoint: bool) -> Ends:
+    """What segments start from, of one decay each; begin: the sequences' own states, or the adjoints at their ends."""
+    states, decays, H = ends.states, ends.key_decays, call.dims[2]
+    assert states is not None
+    assert decays is not None
+    size = states.shape[2] * states.shape[3]
+    B = min(START_TILE, size)
+    found = triton_call(
+        arguments={
+            "begin": begin, "ends": states, "end_decay": decays, "NT": call.chunks.per_sequence, **segments.arguments,
+        },
+        out_shape={"starts": shape(states.shape, np.float32)}, kernel=segment_starts.segment_starts,
+        grid=(cdiv(size, B) * segments.count * H,), H=H, SIZE=size, DECAYS=decays.shape[2], B=B, ADJOINT=adjoint, STAGES=4,
+        num_warps=4,
+    )  # fmt: skip
+    return Ends(found["starts"])
 
 
 def scan_states(call: Call, a: Array, b: Array, begin: Array | None, *, adjoint: bool = False) -> tuple[Array, Array]:
