@@ -23,7 +23,7 @@ from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
 from ejkernel.kernels._triton.gated_delta_rule._platform import TritonDeltaRule
 from ejkernel.kernels._triton.gated_delta_rule.routes import route_of as route_of_delta
 from ejkernel.kernels._triton.linear._solve import solve_along
-from ejkernel.kernels._triton.linear.routes import route_of
+from ejkernel.kernels._triton.linear.routes import head_gate, route_of
 from ejkernel.testing.compare import LINEAR_TOLERANCES, assert_close, relative_rms
 from ejkernel.testing.delta_cases import DeltaCase
 from tests.triton.along import plan_of, run_along
@@ -106,6 +106,32 @@ def test_sequences_in_segments(kernel, launched):
     assert kernel in launched
     assert (KEY_ENDS in launched) == ("gk" in SPLIT[kernel].gates)
     assert max(errors.values()) < LINEAR_TOLERANCES["bfloat16"][0], errors
+
+
+STARTS = [
+    Case(("g",), "resets now and then", (1, 400, 1, 1, 64, 64), **BF16),
+    Case((), "mild", (2, 256, 1, 1, 128, 64), reverse=True, **{**BF16, "state": False}),
+    Case(("g_gamma",), "mild", (1, 300, 2, 1, 64, 64), cu_seqlens=(0, 5, 5, 200, 300), **BF16),
+    Case(("g",), "-inf", (1, 300, 1, 1, 64, 64), cu_seqlens=(0, 70, 70, 300), reverse=True, **BF16),
+]
+
+
+@pytest.mark.parametrize("case", STARTS, ids=str)
+def test_what_segments_start_from_made_once(case, monkeypatch):
+    """Where kernels that no GPU has timed are asked for: the results are those of scans that combine ends themselves."""
+    changes = {"segment": 1} if case.cu_seqlens else {"min_segment": 2}
+    adjoint, made = set(), head_gate.starts_of_segments
+    monkeypatch.setattr(
+        head_gate, "starts_of_segments", lambda *args, **options: adjoint.add(options["adjoint"]) or made(*args, **options)
+    )
+    with on_device(H200):
+        run = lambda untimed: jax.block_until_ready(run_along(case, route_of(plan_of(case, untimed=untimed, **changes))))
+        usual = run(False)
+        assert not adjoint
+        asked = run(True)
+    assert adjoint == {False, True}
+    for got, want in zip(jax.tree.leaves(asked), jax.tree.leaves(usual), strict=True):
+        assert relative_rms(got, want) < 1e-6
 
 
 @pytest.mark.parametrize("gates", [(), ("g",), ("gk",)], ids=lambda gates: "".join(gates) or "none")

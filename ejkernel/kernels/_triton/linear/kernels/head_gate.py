@@ -109,11 +109,14 @@ def head_gate_scan(
 @triton.jit
 def head_gate_rows(
     q, k, gs, gamma, chunks, scale, T, NT,
-    A, qd, kd, chunk_decay,
+    A, qd, q_decay, kd, chunk_decay,
     H: tl.constexpr, HK: tl.constexpr, HGS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     SIGN: tl.constexpr, EVEN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Programs: chunks * heads. What `gated_rows` leaves of a gate per key channel, of a head's own decay or of none."""
+    """Programs: chunks * heads. What `gated_rows` leaves of a gate per key channel, of a head's own decay or of none.
+
+    Instead of qd, q times its decays, q_decay may be asked for: those decays alone, [chunks, H, C], and the scale.
+    """
     _, head, s = program_at(1, H)
     token, rows, seq = chunk_at(chunks, s, T, NT, C, SIGN)
     if rows <= 0:
@@ -129,9 +132,12 @@ def head_gate_rows(
         scores = dot(bq, tl.trans(bk.to(DT)), scores, DT, PREC)
         i = col + tl.arange(0, BK)
         at = index * (C * KP) + (r[:, None] * KP + i[None, :])
-        tl.store(qd + at, (bq.to(tl.float32) * (pre * scale)[:, None]).to(DT))
+        if qd is not None:
+            tl.store(qd + at, (bq.to(tl.float32) * (pre * scale)[:, None]).to(DT))
         tl.store(kd + at, (bk.to(tl.float32) * suf[:, None]).to(DT))
         tl.store(chunk_decay + index * KP + i, tl.zeros([BK], tl.float32) + kept)
+    if q_decay is not None:
+        tl.store(q_decay + index * C + r, pre * scale)
     scores *= decay_matrix(gs, logs, constant, False, C, EXACT)
     tl.store(A + index * (C * C) + (r[:, None] * C + r[None, :]), (scores * scale).to(DT))
 

@@ -156,7 +156,7 @@ def _state_at_start(
     begin, ends, end_decay, segment, head, col, ADJOINT: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     STRIDE_K: gl.constexpr, STRIDE_V: gl.constexpr, DECAYS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """[K, TILE]: as `segments.state_at_start`, of one decay a segment."""
+    """[K, TILE]: as `segments.state_at_start`, of one decay a segment; without end_decay, ends are what segments start from."""
     g, _first, _count, seq, place, total = segment
     i = gl.arange(0, K, gl.SliceLayout(1, layout))[:, None]
     j = col + gl.arange(0, TILE, gl.SliceLayout(0, layout))[None, :]
@@ -165,14 +165,17 @@ def _state_at_start(
     if begin is not None:
         S += gl.load(begin + (seq.to(gl.int64) * H + head) * (K * V) + at).to(gl.float32)
     if ends is not None:
-        scanned_before = place
-        if ADJOINT:
-            scanned_before = total - 1 - place
-        for n in range(scanned_before):
-            other = (g - place + n).to(gl.int64) * H + head
+        if end_decay is None:
+            S += gl.load(ends + (g.to(gl.int64) * H + head) * (K * V) + at)
+        else:
+            scanned_before = place
             if ADJOINT:
-                other = (g - place + total - 1 - n).to(gl.int64) * H + head
-            S = S * gl.load(end_decay + other * DECAYS) + gl.load(ends + other * (K * V) + at)
+                scanned_before = total - 1 - place
+            for n in range(scanned_before):
+                other = (g - place + n).to(gl.int64) * H + head
+                if ADJOINT:
+                    other = (g - place + total - 1 - n).to(gl.int64) * H + head
+                S = S * gl.load(end_decay + other * DECAYS) + gl.load(ends + other * (K * V) + at)
     return S
 
 

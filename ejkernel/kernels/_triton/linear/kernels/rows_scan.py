@@ -95,12 +95,15 @@ def scan_rows(
 
 @triton.jit
 def scan_rows_wide(
-    qd, kd, chunk_decay, A, A_low, v, begin, ends, end_decay, chunks, segments, T, NT, NS, SC,
+    qd, q_decay, kd, chunk_decay, A, A_low, v, begin, ends, end_decay, chunks, segments, T, NT, NS, SC,
     o, final, states,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     EVEN: tl.constexpr, ADJOINT: tl.constexpr, ALIKE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs: value tiles * segments * heads. ALIKE: all channels of a chunk decay alike. All else as in `scan_rows`."""
+    """Programs: value tiles * segments * heads. ALIKE: all channels of a chunk decay alike. All else as in `scan_rows`.
+
+    q_decay [chunks, H, C]: where qd is q itself, [tokens, H, K], what its products with the state are multiplied by; else None.
+    """
     C: tl.constexpr = 64
     HALF: tl.constexpr = KP // 2
     TV: tl.constexpr = (V + BV - 1) // BV
@@ -119,8 +122,12 @@ def scan_rows_wide(
         s, token, rows = chunk_in_turn(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
         index = s.to(tl.int64) * H + head
         at = index * (C * KP) + (r[:, None] * KP + c[None, :])
-        q0 = tl.load(qd + at)  # [C, HALF]
-        q1 = tl.load(qd + at + HALF)
+        if q_decay is None:
+            q0 = tl.load(qd + at)  # [C, HALF]
+            q1 = tl.load(qd + at + HALF)
+        else:
+            q0 = load_rows(qd, token, rows, head, 0, H, K, C, HALF, SIGN, EVEN)
+            q1 = load_rows(qd, token, rows, head, HALF, H, K, C, HALF, SIGN, EVEN)
         k0 = tl.load(kd + at)
         k1 = tl.load(kd + at + HALF)
         bv = tl.trans(load_rows(v, token, rows, head // (H // HV), b, HV, V, C, BV, SIGN, EVEN).to(k0.dtype))  # [BV, C]
@@ -133,7 +140,11 @@ def scan_rows_wide(
         if states is not None:
             store_state(states, tl.trans(B0), index, 0, b, K, V, HALF, BV)
             store_state(states, tl.trans(B1), index, HALF, b, K, V, HALF, BV)
-        bo = tl.dot(B1, tl.trans(q1), tl.dot(B0, tl.trans(q0), tl.dot(bv, ba)))  # [BV, C]
+        if q_decay is None:
+            bo = tl.dot(B1, tl.trans(q1), tl.dot(B0, tl.trans(q0), tl.dot(bv, ba)))  # [BV, C]
+        else:
+            bo = tl.dot(B1, tl.trans(q1), tl.dot(B0, tl.trans(q0)))
+            bo = tl.dot(bv, ba, bo * tl.load(q_decay + index * C + r)[None, :])
         if A_low is not None:
             ba = tl.load(A_low + at_scores)
             if not ADJOINT:

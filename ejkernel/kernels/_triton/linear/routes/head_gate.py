@@ -21,6 +21,7 @@ from ejkernel.kernels._triton.linear.routes.scans import (
     scan_rows,
     scan_states,
     segment_ends,
+    starts_of_segments,
     wide_tiles,
     with_agreed_segments,
 )
@@ -183,7 +184,8 @@ class WideHeadGate(Route):
         return self.title + (", wide tiles" if self.wide_tiles else "")
 
     def forward(self, call: Call, keep: bool) -> tuple[Array, Array, Saved]:
-        rows = self._rows(call)
+        # The gradient scans back along q times its decays; without one they may be put on the outputs instead.
+        rows = self._rows(call, with_queries=keep or not (self.plan.untimed and self.wide_tiles))
         v, begin = call.arrays["value"], call.get("initial_state")
         scanned = scan_rows(
             call, {**rows, "A_low": None}, v, begin, call.plan.output, wide=self.wide_tiles, adjoint=False, keep=keep
@@ -200,20 +202,22 @@ class WideHeadGate(Route):
         of_rows = _chunk_gradients(call, do, saved["states"], scanned.states, of_value=False)
         return Gradients(of_rows["dq"], of_rows["dk"], scanned.output, scanned.final, of_rows.get("dg"))
 
-    def _rows(self, call: Call) -> dict[str, Array]:
-        """q and k times their decays, intra-chunk scores and chunk decays, as the scan reads them."""
+    def _rows(self, call: Call, *, with_queries: bool) -> dict[str, Array]:
+        """k and, if asked for, q times their decays, intra-chunk scores and chunk decays, as the scan reads them."""
         plan, (_, _, H, K, _), chunks = call.plan, call.dims, call.chunks
         q, k, _ = call.query_key_value
         n, KP = chunks.count, 256
         rows = shape((n, H, 64, KP), plan.operand)
         out = {
-            "A": shape((n, H, 64, 64), plan.operand), "qd": rows, "kd": rows, "chunk_decay": shape((n, H, KP), np.float32),
+            "A": shape((n, H, 64, 64), plan.operand), "qd": rows if with_queries else None, "kd": rows,
+            "q_decay": None if with_queries else shape((n, H, 64), np.float32), "chunk_decay": shape((n, H, KP), np.float32),
         }  # fmt: skip
-        return triton_call(
+        found = triton_call(
             arguments={"q": q, "k": k, **call.head_gates, "scale": plan.scale, **chunks.arguments}, out_shape=out,
             kernel=head_gate.head_gate_rows, grid=(n * H,), HK=heads(k), K=K, KP=KP, BK=128, EXACT=plan.exact, num_warps=4,
             num_stages=1, shrink_stages=call.shrinks_stages, **call.constants(),
         )  # fmt: skip
+        return found if with_queries else {**found, "qd": q}
 
     def changes(self) -> Changes:
         return (*CHANGES, *WIDE_CHANGES)
@@ -287,6 +291,9 @@ def _scan(
     """`head_gate_scan` on (q, k, v) or on arrays in their roles: o, and final and states if asked for."""
     plan, (B, T, H, _, _), chunks = call.plan, call.dims, call.chunks
     K, V = k.shape[3], v.shape[3]
+    warpgroups = _by_warpgroups(plan, K, V) and all(x.dtype == jnp.bfloat16 for x in (q, k, v))
+    if warpgroups and plan.untimed and ends.states is not None:
+        begin, ends = None, starts_of_segments(call, begin, ends, segments, adjoint=adjoint)
     out = {
         "o": shape((B, T, H, V), output),
         "final": shape((call.sequences, H, K, V), np.float32) if final else None,
@@ -300,7 +307,7 @@ def _scan(
         "HQ": heads(q), "HK": heads(k), "HV": heads(v), "K": K, "V": V, "STRIDE_K": 1 if transposed else V,
         "STRIDE_V": K if transposed else 1, "DECAYS": V if transposed else K, "ADJOINT": adjoint,
     }  # fmt: skip
-    if _by_warpgroups(plan, K, V) and all(x.dtype == jnp.bfloat16 for x in (q, k, v)):
+    if warpgroups:
         return triton_call(
             arguments=arguments, out_shape=out, kernel=head_gate_warpgroups.head_gate_scan_by_warpgroups,
             grid=(segments.count * H,), H=H, C=plan.C, SIGN=plan.sign, EVEN=chunks.even,

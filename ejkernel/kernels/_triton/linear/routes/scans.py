@@ -14,16 +14,17 @@ from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array, Segments, chunk_counts, segment_length
 from ejkernel.kernels._triton.linear._plan import Plan, tile
-from ejkernel.kernels._triton.linear.kernels import rows_scan, state_scan
+from ejkernel.kernels._triton.linear.kernels import rows_scan, segment_starts, state_scan
 
 WIDE_SHARED = 202 << 10  # bytes that a program of `scan_rows_wide` takes with two chunks in shared memory
+START_TILE = 1024  # elements of a state that a program of `segment_starts` takes
 WIDE_KEYS, WIDE_VALUES = 256, 128  # the tile of `scan_rows_wide`
 
 
 class Ends(NamedTuple):
     """What each segment leaves when it starts from zero; all None where sequences have one segment each."""
 
-    states: Array | None = None  # [segments, H, K, V]
+    states: Array | None = None  # [segments, H, K, V]; without decays, what each segment starts from
     key_decays: Array | None = None  # [segments, H, K]
     value_decays: Array | None = None  # [segments, H, V], with a gate per value channel
 
@@ -97,6 +98,24 @@ def segment_ends(call: Call, a: Array, b: Array, segments: Segments, *, adjoint:
     return Ends(found["final"], found["segment_decay_a"], found.get("segment_decay_b"))
 
 
+def starts_of_segments(call: Call, begin: Array | None, ends: Ends, segments: Segments, *, adjoint: bool) -> Ends:
+    """What segments start from, of one decay each; begin: the sequences' own states, or the adjoints at their ends."""
+    states, decays, H = ends.states, ends.key_decays, call.dims[2]
+    assert states is not None
+    assert decays is not None
+    size = states.shape[2] * states.shape[3]
+    B = min(START_TILE, size)
+    found = triton_call(
+        arguments={
+            "begin": begin, "ends": states, "end_decay": decays, "NT": call.chunks.per_sequence, **segments.arguments,
+        },
+        out_shape={"starts": shape(states.shape, np.float32)}, kernel=segment_starts.segment_starts,
+        grid=(cdiv(size, B) * segments.count * H,), H=H, SIZE=size, DECAYS=decays.shape[2], B=B, ADJOINT=adjoint, STAGES=4,
+        num_warps=4,
+    )  # fmt: skip
+    return Ends(found["starts"])
+
+
 def scan_states(call: Call, a: Array, b: Array, begin: Array | None, *, adjoint: bool = False) -> tuple[Array, Array]:
     """(state before every chunk, state at the end) from (key, value).
 
@@ -148,7 +167,8 @@ def scan_rows(
     """Outputs of chunks from their gated rows, with the state in registers.
 
     Args:
-        rows: qd, kd, chunk_decay, A and A_low (which may be None) of the kernel; adjoint: q's and k's in each other's place.
+        rows: qd, kd, chunk_decay, A and A_low (which may be None) of the kernel; adjoint: q's and k's in each other's place;
+            wide, and where qd is q itself, q_decay.
         v: the values; adjoint: the output's adjoint.
         output: dtype of the outputs.
         wide: by `scan_rows_wide`.
@@ -161,6 +181,8 @@ def scan_rows(
     KP = chunk_decay.shape[2]
     BV = plan.block_d or tile(V, 64)
     segments = call.segments(cdiv(V, WIDE_VALUES if wide else BV)) if begun is None else begun.segments
+    q_decay = rows.get("q_decay")
+    rows = {name: x for name, x in rows.items() if name != "q_decay"}
     arguments = {**rows, "v": v, **chunks.arguments, **segments.arguments}
     common: dict[str, Any] = {
         "H": H, "SIGN": plan.sign, "EVEN": chunks.even, "K": K, "KP": KP, "HV": heads(v), "V": V, "ADJOINT": adjoint,
@@ -188,8 +210,8 @@ def scan_rows(
     }  # fmt: skip
     if wide:
         found = triton_call(
-            arguments=arguments, out_shape=out, kernel=rows_scan.scan_rows_wide, BV=WIDE_VALUES, STAGES=2, num_warps=8,
-            grid=(cdiv(V, WIDE_VALUES) * segments.count * H,), ALIKE=plan.per_head, **common,
+            arguments={**arguments, "q_decay": q_decay}, out_shape=out, kernel=rows_scan.scan_rows_wide, BV=WIDE_VALUES,
+            STAGES=2, num_warps=8, grid=(cdiv(V, WIDE_VALUES) * segments.count * H,), ALIKE=plan.per_head, **common,
         )  # fmt: skip
     else:
         aliases = {}
