@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
 from ejkernel._device import device_of
-from ejkernel.callib import instead_of_launching
+from ejkernel.callib import Launch, instead_of_launching
 from ejkernel.kernels._triton.linear._call import Call
 from ejkernel.kernels._triton.linear._solve import solve_along
 from ejkernel.kernels._triton.linear.routes import route_of
@@ -70,7 +70,7 @@ def test_a_prefix_has_the_bits_of_the_whole(strength):
 
 def prepared(case, *, keep, **changes):
     """Of what `head_gate_rows` leaves: (how many of q and k times their decays, whether q's decays alone)."""
-    seen = []
+    seen: list[Launch] = []
     taken = route(case, **changes)
     with instead_of_launching(seen.append):
         jax.eval_shape(lambda arrays: taken.forward(Call.of(taken.plan, arrays, None), keep), case.arrays())

@@ -121,9 +121,12 @@ def test_what_segments_start_from_made_once(case, monkeypatch):
     """Where kernels that no GPU has timed are asked for: the results are those of scans that combine ends themselves."""
     changes = {"segment": 1} if case.cu_seqlens else {"min_segment": 2}
     adjoint, made = set(), head_gate.starts_of_segments
-    monkeypatch.setattr(
-        head_gate, "starts_of_segments", lambda *args, **options: adjoint.add(options["adjoint"]) or made(*args, **options)
-    )
+
+    def noted(*args, **options):
+        adjoint.add(options["adjoint"])
+        return made(*args, **options)
+
+    monkeypatch.setattr(head_gate, "starts_of_segments", noted)
     with on_device(H200):
         run = lambda untimed: jax.block_until_ready(run_along(case, route_of(plan_of(case, untimed=untimed, **changes))))
         usual = run(False)
