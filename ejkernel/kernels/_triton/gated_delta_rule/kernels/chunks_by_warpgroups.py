@@ -15,6 +15,7 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     TILE,
     WARPS,
     copy_async,
+    copy_numbers,
     copy_rows,
     exp_of_log,
     next_slot,
@@ -32,12 +33,6 @@ def _copy_lower(x, slot, index, C: gl.constexpr):
 
 
 @gluon.jit
-def _copy_numbers(x, slot, index, N: gl.constexpr):
-    """Row `index` of x [rows, N] in float32."""
-    copy_async(slot, x + index * N + gl.arange(0, N, gl.BlockedLayout([4], [32], [WARPS], [0])))
-
-
-@gluon.jit
 def _copy_keys(
     k, ks, chunk_decay, betas, gs, Z, rings, slot, index, token, rows, head,
     H: gl.constexpr, HK: gl.constexpr, K: gl.constexpr, C: gl.constexpr, SIGN: gl.constexpr, EVEN: gl.constexpr,
@@ -47,13 +42,13 @@ def _copy_keys(
     if ks is not None:
         copy_rows(k, k_ring.index(slot), index * C, C, 0, 0, 1, K, C, K, 1, True)
         copy_rows(ks, after_ring.index(slot), index * C, C, 0, 0, 1, K, C, K, 1, True)
-        _copy_numbers(chunk_decay, decay_ring.index(slot), index, K)
+        copy_numbers(chunk_decay, decay_ring.index(slot), index, K)
     else:
         copy_rows(k, k_ring.index(slot), token, rows, head // (H // HK), 0, HK, K, C, K, SIGN, EVEN)
     _copy_lower(Z, z_ring.index(slot), index, C)
-    _copy_numbers(betas, beta_ring.index(slot), index, C)
+    copy_numbers(betas, beta_ring.index(slot), index, C)
     if gs is not None:
-        _copy_numbers(gs, log_ring.index(slot), index, C)
+        copy_numbers(gs, log_ring.index(slot), index, C)
 
 
 @gluon.jit

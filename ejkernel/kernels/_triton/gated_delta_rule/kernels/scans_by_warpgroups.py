@@ -42,39 +42,21 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     WARPS,
     exp_of_log,
     next_slot,
+    store_turned,
     warpgroup_barrier,
 )
-
-
-@gluon.jit
-def _store_turned(
-    x, value, staging, token, rows, head, col, HEADS: gl.constexpr, D: gl.constexpr, C: gl.constexpr, SIGN: gl.constexpr,
-    EVEN: gl.constexpr,
-):  # fmt: skip
-    """Writes value [TILE, C] to a chunk's rows of x [tokens, HEADS, D], columns from `col` on, by way of staging [C, TILE]."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    r = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
-    c = gl.arange(0, TILE, gl.SliceLayout(0, layout))[None, :]
-    at = x + (token * HEADS + head) * D + col + ((SIGN * HEADS * D) * r + c)
-    staging.permute((1, 0)).store(value.to(x.dtype.element_ty))
-    warpgroup_barrier()
-    turned = staging.load(layout)
-    if EVEN:
-        gl.store(at, turned)
-    else:
-        gl.store(at, turned, mask=(r < rows) & (c < D))
 
 
 @gluon.jit
 def _store_state(states, S, staging, index, col, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr):
     """Writes S [TILE, K] to value channels from `col` on of state `index` of states [states, K, V]."""
     if K == C:
-        _store_turned(states, S, staging, index * K, K, 0, col, 1, V, C, 1, True)
+        store_turned(states, S, staging, index * K, K, 0, col, 1, V, C, 1, True)
     else:
         low, high = gl.split(S.reshape([TILE, 2, C]).permute((0, 2, 1)))
-        _store_turned(states, low, staging, index * K, K, 0, col, 1, V, C, 1, True)
+        store_turned(states, low, staging, index * K, K, 0, col, 1, V, C, 1, True)
         warpgroup_barrier()
-        _store_turned(states, high, staging, index * K + C, K, 0, col, 1, V, C, 1, True)
+        store_turned(states, high, staging, index * K + C, K, 0, col, 1, V, C, 1, True)
 
 
 @gluon.jit
@@ -167,9 +149,9 @@ def scan_values(
         passed = gl.convert_layout(U.to(gl.bfloat16), left_of_state)
         S = warpgroup_mma(passed, after_ring.index(slot), S, is_async=True)  # [TILE, K]
         if errors is not None:
-            _store_turned(errors, E, staging.index(PART), token, rows, head, col, H, V, C, SIGN, EVEN)
+            store_turned(errors, E, staging.index(PART), token, rows, head, col, H, V, C, SIGN, EVEN)
         bo = warpgroup_mma_wait(1, deps=[bo])
-        _store_turned(o, bo, staging.index(PART), token, rows, head, col, H, V, C, SIGN, EVEN)
+        store_turned(o, bo, staging.index(PART), token, rows, head, col, H, V, C, SIGN, EVEN)
         S = warpgroup_mma_wait(0, deps=[S])
         warpgroup_barrier()
         mbarrier.arrive(empty.index(slot), count=1)
@@ -240,7 +222,7 @@ def scan_values_back(
         negative = gl.convert_layout(negative.to(gl.bfloat16), left_of_state)
         S = warpgroup_mma(negative, k_ring.index(slot), S, is_async=True)
         if not ENDS_ONLY:
-            _store_turned(dv, dR, staging.index(PART), token, rows, head, col, H, V, C, SIGN, EVEN)
+            store_turned(dv, dR, staging.index(PART), token, rows, head, col, H, V, C, SIGN, EVEN)
             be = error_ring.index(slot * TV + PART).permute((1, 0)).load(of_rows)
             part = gl.sum(dU * be.to(gl.float32), 0)
             if PART == 1:

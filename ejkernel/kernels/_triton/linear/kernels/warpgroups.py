@@ -63,6 +63,12 @@ def copy_rows(
 
 
 @gluon.jit
+def copy_numbers(x, slot, index, N: gl.constexpr):
+    """Starts to copy row `index` of x [rows, N] in float32."""
+    copy_async(slot, x + index * N + gl.arange(0, N, gl.BlockedLayout([4], [32], [WARPS], [0])))
+
+
+@gluon.jit
 def store_tile(
     x, value, token, rows, head, col, HEADS: gl.constexpr, D: gl.constexpr, C: gl.constexpr, SIGN: gl.constexpr,
     EVEN: gl.constexpr,
@@ -75,6 +81,34 @@ def store_tile(
     r = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
     c = col + gl.arange(0, TILE, gl.SliceLayout(0, layout))[None, :]
     at = x + (token * HEADS + head) * D + ((SIGN * HEADS * D) * r + c)
+    if EVEN:
+        gl.store(at, found)
+    else:
+        gl.store(at, found, mask=(r < rows) & (c < D))
+
+
+@gluon.jit
+def store_turned(
+    x, value, staging, token, rows, head, col, HEADS: gl.constexpr, D: gl.constexpr, C: gl.constexpr, SIGN: gl.constexpr,
+    EVEN: gl.constexpr,
+):  # fmt: skip
+    """Writes value [TILE, C] to a chunk's rows of x [tokens, HEADS, D], columns from `col` on; rows outside are left.
+
+    bfloat16 goes by way of staging [C, TILE]. Neighbours of float32 in a column are a sector already.
+    """
+    if x.dtype.element_ty == gl.float32:
+        own: gl.constexpr = value.type.layout
+        r = gl.arange(0, C, gl.SliceLayout(0, own))[None, :]
+        c = gl.arange(0, TILE, gl.SliceLayout(1, own))[:, None]
+        found = value
+    else:
+        by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+        r = gl.arange(0, C, gl.SliceLayout(1, by_rows))[:, None]
+        c = gl.arange(0, TILE, gl.SliceLayout(0, by_rows))[None, :]
+        staging.permute((1, 0)).store(value.to(x.dtype.element_ty))
+        warpgroup_barrier()
+        found = staging.load(by_rows)
+    at = x + (token * HEADS + head) * D + col + ((SIGN * HEADS * D) * r + c)
     if EVEN:
         gl.store(at, found)
     else:
