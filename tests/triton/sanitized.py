@@ -71,12 +71,19 @@ CASES: list[Case | DeltaRun | AttentionRun | ConvolutionRun] = [
 ]
 
 
+class Untimed:
+    """Of a case that kernels are taken for that no GPU has timed, where there are some."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Untimed(Case):
-    """A case that kernels are taken for that no GPU has timed, where there are some."""
+class UntimedCase(Untimed, Case):
+    pass
 
 
-CASES.append(Untimed(("g",), shape=(1, 2100, 1, 1, 64, 64), **BF16))
+CASES += [
+    UntimedCase(("g",), shape=(1, 2100, 1, 1, 64, 64), **BF16),
+    UntimedCase(("gk",), shape=(1, 130, 2, 1, 256, 128), cu_seqlens=PACKED, **BF16),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +108,11 @@ class DeltaRun:
         return self.case.weights()
 
 
+@dataclasses.dataclass(frozen=True)
+class UntimedDelta(Untimed, DeltaRun):
+    pass
+
+
 _DELTA: dict[str, Any] = {"initial_state": True, "key_channels": 40, "value_channels": 24, "dtype": "bfloat16"}
 _TILES_DELTA: dict[str, Any] = {**_DELTA, "time": 300, "key_channels": 64, "value_channels": 128}
 _PACKED_TILES: dict[str, Any] = {**_TILES_DELTA, "lengths": (5, 0, 65, 60)}
@@ -112,6 +124,7 @@ CASES += [
     DeltaRun(DeltaCase("head whole tiles", batch=1, gate="head", **_TILES_DELTA)),
     DeltaRun(DeltaCase("channel whole tiles packed", gate="channel", reverse=True, **_PACKED_TILES)),
     DeltaRun(DeltaCase("channel packed", gate="channel", gate_kind="resets", reverse=True, **_PACKED_DELTA)),
+    UntimedDelta(DeltaCase("channel packed, untimed", gate="channel", gate_kind="resets", reverse=True, **_PACKED_DELTA)),
     DeltaRun(DeltaCase("channel float32", batch=1, gate="channel", **{**_DELTA, "dtype": "float32"}), _SHORT),
     DeltaRun(DeltaCase("channel packed", gate="channel", **_PACKED_DELTA), GatedDeltaRuleConfig("recurrent", 64)),
 ]

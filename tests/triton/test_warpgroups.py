@@ -2,6 +2,7 @@
 
 Their values: test_warpgroups_interpreted.py on the host, test_gpu.py and test_delta.py on a GPU."""
 
+import dataclasses
 import functools
 import json
 
@@ -184,6 +185,25 @@ def test_all_other_gradients_by_the_portable_kernel():
         assert gradients(("g",), 128, 128, LinearConfig(**fields)) == portable
 
 
+def wide_scans(gates, K, V, untimed=True, **of_problem) -> set[str]:
+    """The scans of wide tiles that a call launches, forward and backward."""
+    call = problem(gates, K, V, 2000, **of_problem)
+    plan = dataclasses.replace(Plan.of(call, LinearConfig()), untimed=untimed)
+    found = launches(route_of(plan), arrays_of(call), call.cu_seqlens)
+    return {launch.name for launch in (*found.forward, *found.backward) if "wide" in launch.name}
+
+
+@pytest.mark.parametrize("gates", [(), ("g",), ("gk",)], ids=lambda gates: "".join(gates) or "none")
+def test_scans_of_wide_keys_only_where_they_are_asked_for(gates):
+    portable = {"scan_rows_wide"}
+    assert wide_scans(gates, 256, 128) == wide_scans(gates, 256, 512, packed=True) == {"wide_scan_by_warpgroups"}
+    assert wide_scans(gates, 256, 128, untimed=False) == portable
+    assert wide_scans(gates, 240, 128) == wide_scans(gates, 256, 192) == portable
+    assert not wide_scans(gates, 256, 64)
+    for capability in (80, 89, 120):  # less shared memory: not even the portable one's wide tiles
+        assert not wide_scans(gates, 256, 128, capability=capability)
+
+
 def delta_scans(gate, K, V, cfg=None, **of_problem) -> set[str]:
     """The scans with outputs that a call of the delta rule launches, forward and backward."""
     call = delta_problem(gate, K, V, 2000, **of_problem)
@@ -249,8 +269,8 @@ def test_compiled_for_hopper():
             if launch["kernel"] in ("head_gate_backward_by_warpgroups", "weak_axis_by_warpgroups"):
                 warpgroups = 4  # one each copies and makes scores, two compute
             else:
-                others = 1 if launch["kernel"].startswith("delta") else 2  # warpgroups that copy and make scores
-                warpgroups = others + launch["values"] // 64
+                others = 1 if launch["kernel"].startswith(("delta", "wide")) else 2  # warpgroups that copy and make scores
+                warpgroups = others + min(launch["values"], 128) // 64
             assert launch["warps"] == 4 * warpgroups, call
             assert not launch["serialized"], call
             assert not launch["overwritten"], call

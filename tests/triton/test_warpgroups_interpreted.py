@@ -36,6 +36,7 @@ BF16 = {"dtype": "bfloat16", "block_q": 64, "state": True}
 KEY = {**BF16, "gate_dtype": "bfloat16"}
 LENGTHS = (0, 5, 5, 135, 200, 201)  # an empty sequence, one of a token, one of more chunks than a ring has slots
 HEAD_SCAN, HEAD_GRADIENTS = "head_gate_scan_by_warpgroups", "head_gate_backward_by_warpgroups"
+WIDE_SCAN = "wide_scan_by_warpgroups"
 KEY_SCAN, KEY_ENDS, KEY_GRADIENTS = "key_gate_scan_by_warpgroups", "key_gate_segment_ends", "weak_axis_by_warpgroups"
 
 
@@ -105,6 +106,23 @@ def test_sequences_in_segments(kernel, launched):
     errors = errors_along(SPLIT[kernel], min_segment=2)
     assert kernel in launched
     assert (KEY_ENDS in launched) == ("gk" in SPLIT[kernel].gates)
+    assert max(errors.values()) < LINEAR_TOLERANCES["bfloat16"][0], errors
+
+
+WIDE = [
+    Case(("g",), "resets", (1, 200, 2, 1, 256, 128), reverse=True, **BF16),
+    Case(("g",), "mild", (1, 128, 1, 1, 256, 256), **{**BF16, "state": False}),
+    Case(("g_gamma",), "mild", (1, 201, 1, 1, 256, 128), cu_seqlens=LENGTHS, **BF16),
+    Case(("gk",), "mild", (1, 256, 1, 1, 256, 128), **KEY),
+    Case(("gk",), "-inf", (1, 201, 2, 2, 256, 128), cu_seqlens=LENGTHS, reverse=True, **KEY),
+]
+
+
+@pytest.mark.parametrize(("case", "segment"), [*((case, None) for case in WIDE), (WIDE[0], 1), (WIDE[3], 2)], ids=str)
+def test_scans_of_wide_keys(case, segment, launched):
+    """Where kernels that no GPU has timed are asked for; whole sequences, and in segments."""
+    errors = errors_along(case, untimed=True, segment=segment)
+    assert launched == {WIDE_SCAN}
     assert max(errors.values()) < LINEAR_TOLERANCES["bfloat16"][0], errors
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel._device import may_be_split
@@ -15,6 +16,11 @@ from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array, Segments, chunk_counts, segment_length
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.kernels import rows_scan, segment_starts, state_scan
+
+try:
+    from ejkernel.kernels._triton.linear.kernels import wide_scan_warpgroups
+except (ImportError, AttributeError):  # a Triton whose Gluon has other names
+    wide_scan_warpgroups = None  # type: ignore[assignment]
 
 WIDE_SHARED = 202 << 10  # bytes that a program of `scan_rows_wide` takes with two chunks in shared memory
 START_TILE = 1024  # elements of a state that a program of `segment_starts` takes
@@ -160,6 +166,18 @@ def wide_tiles(plan: Plan, key_channels: int) -> bool:
     return key_channels == WIDE_KEYS and plan.V > 64 and not plan.named_scan_tiles and plan.shared >= WIDE_SHARED
 
 
+def _wide_scan(plan: Plan, v: Array, common: dict[str, Any]) -> dict[str, Any]:
+    """The kernel that scans wide tiles, and its constants, of those that all scans of gated rows have."""
+    whole = plan.K == WIDE_KEYS and plan.V % WIDE_VALUES == 0 and v.dtype == jnp.bfloat16
+    if not (plan.untimed and plan.warpgroups and whole and wide_scan_warpgroups is not None):
+        return {"kernel": rows_scan.scan_rows_wide, "BV": WIDE_VALUES, "STAGES": 2, "num_warps": 8, **common}
+    kept = {name: common[name] for name in ("H", "HV", "V", "SIGN", "EVEN", "ADJOINT")}
+    return {
+        "kernel": wide_scan_warpgroups.wide_scan_by_warpgroups, "C": plan.C, "STAGES": 2, "COPY_REGISTERS": 56,
+        "VALUE_REGISTERS": 224, **kept,
+    }  # fmt: skip
+
+
 def scan_rows(
     call: Call, rows: dict[str, Array | None], v: Array, begin: Array | None, output: Any, *, wide: bool, adjoint: bool,
     keep: bool, begun: Begun | None = None,
@@ -210,8 +228,8 @@ def scan_rows(
     }  # fmt: skip
     if wide:
         found = triton_call(
-            arguments={**arguments, "q_decay": q_decay}, out_shape=out, kernel=rows_scan.scan_rows_wide, BV=WIDE_VALUES,
-            STAGES=2, num_warps=8, grid=(cdiv(V, WIDE_VALUES) * segments.count * H,), ALIKE=plan.per_head, **common,
+            arguments={**arguments, "q_decay": q_decay}, out_shape=out, ALIKE=plan.per_head,
+            grid=(cdiv(V, WIDE_VALUES) * segments.count * H,), **_wide_scan(plan, v, common),
         )  # fmt: skip
     else:
         aliases = {}
