@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._triton._gluon import HAS_GLUON
 from ejkernel.kernels._triton.gated_delta_rule.kernels import scans, segment_ends
 from ejkernel.kernels._triton.gated_delta_rule.kernels.correction import delta_correction
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
@@ -15,14 +16,8 @@ from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.routes.route import Saved
 
-try:
-    from ejkernel.kernels._triton.gated_delta_rule.kernels import scans_by_warpgroups
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    scans_by_warpgroups = None  # type: ignore[assignment]
-try:
-    from ejkernel.kernels._triton.gated_delta_rule.kernels import correction_in_registers
-except (ImportError, AttributeError):
-    correction_in_registers = None  # type: ignore[assignment]
+if HAS_GLUON:
+    from ejkernel.kernels._triton.gated_delta_rule.kernels import correction_in_registers, scans_by_warpgroups
 
 ROOMY = 200 << 10  # bytes of shared memory: an H100 has more, an A100 less
 RING = 220 << 10  # of it, on Hopper, for chunks that are copied ahead and for results on their way out
@@ -61,7 +56,7 @@ def head_gate_rows(call: Call, with_scores: bool = True) -> tuple[Correction, Ro
 def correction_of(call: Call, scores: Array, scores_low: Array | None = None) -> Correction:
     """From the scores of keys with keys."""
     plan = call.plan
-    if plan.untimed and plan.bfloat16 and plan.C == 64 and correction_in_registers is not None:
+    if HAS_GLUON and plan.untimed and plan.bfloat16 and plan.C == 64:
         return _correction_in_registers(call, scores, scores_low)
     found = _correction(call, {"q": None, "M": scores, "M_low": scores_low}, with_scores=False)
     return Correction(found["Z"], found["betas"], found.get("key_scores"))
@@ -132,7 +127,7 @@ def _scan(call: Call, rows: Rows, segments: Segments, BV: int, adjoint: bool) ->
 def by_warpgroups(plan: Plan) -> bool:
     """Whether the scans are those of `scans_by_warpgroups`: on Hopper, where no configuration names other tiles."""
     covered = plan.warpgroups and plan.bfloat16 and plan.C == 64 and {plan.K, plan.V} <= {64, 128}
-    return covered and not plan.named_scan_tiles and scans_by_warpgroups is not None
+    return covered and not plan.named_scan_tiles
 
 
 def _scan_by_warpgroups(call: Call, rows: Rows, segments: Segments, keep: bool, adjoint: bool) -> dict[str, Any]:

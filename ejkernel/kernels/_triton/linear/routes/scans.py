@@ -12,15 +12,14 @@ import numpy as np
 from ejkernel._device import may_be_split
 from ejkernel._meshes import inside_shard_map
 from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._triton._gluon import HAS_GLUON
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array, Segments, chunk_counts, segment_length
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.kernels import rows_scan, segment_starts, state_scan
 
-try:
+if HAS_GLUON:
     from ejkernel.kernels._triton.linear.kernels import wide_scan_warpgroups
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    wide_scan_warpgroups = None  # type: ignore[assignment]
 
 WIDE_SHARED = 202 << 10  # bytes that a program of `scan_rows_wide` takes with two chunks in shared memory
 START_TILE = 1024  # elements of a state that a program of `segment_starts` takes
@@ -169,7 +168,7 @@ def wide_tiles(plan: Plan, key_channels: int) -> bool:
 def _wide_scan(plan: Plan, v: Array, common: dict[str, Any]) -> dict[str, Any]:
     """The kernel that scans wide tiles, and its constants, of those that all scans of gated rows have."""
     whole = plan.K == WIDE_KEYS and plan.V % WIDE_VALUES == 0 and v.dtype == jnp.bfloat16
-    if not (plan.untimed and plan.warpgroups and whole and wide_scan_warpgroups is not None):
+    if not (plan.untimed and plan.warpgroups and whole):
         return {"kernel": rows_scan.scan_rows_wide, "BV": WIDE_VALUES, "STAGES": 2, "num_warps": 8, **common}
     kept = {name: common[name] for name in ("H", "HV", "V", "SIGN", "EVEN", "ADJOINT")}
     return {
