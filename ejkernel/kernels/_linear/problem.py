@@ -142,7 +142,7 @@ class LinearProblem(RecurrenceProblem):
         return self.key.shape[2]
 
     def splits(self) -> tuple[dict[str, tuple[str, ...]], tuple[tuple[str, ...], ...], tuple[str, ...], str]:
-        """What the axes of the arrays are, what those of output and state are, which may be split, and what to do else."""
+        """How a mesh may split the call: the axes of each array, those of output and state, which may be split, and advice."""
         roles = {name: axes.roles(name, self.cu_seqlens is not None) for name in (*DIFFERENTIABLE, "cu_seqlens")}
         return roles, (roles["value"], roles["initial_state"]), axes.FREE, axes.ADVICE
 

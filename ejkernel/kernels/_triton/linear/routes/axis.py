@@ -26,8 +26,8 @@ if HAS_GLUON:
     from ejkernel.kernels._triton.linear.kernels import weak_axis_warpgroups
 
 Outputs = dict[str, jax.ShapeDtypeStruct | None]  # dx, dy, dg
-# (K, V): slots of keys, values and scores that fit into Hopper's shared memory. With 64 key channels two warpgroups take turns,
-# so there all numbers are even: a slot then always has the same one.
+# (K, V): slots of keys, values and scores that fit into Hopper's shared memory. With 64 key channels two warpgroups take turns.
+# There all numbers are even, so that a slot is always of the same warpgroup.
 SLOTS = {
     (128, 128): (2, 1, 1), (128, 64): (2, 2, 1), (64, 128): (2, 2, 2), (64, 64): (4, 2, 2),
 }  # fmt: skip

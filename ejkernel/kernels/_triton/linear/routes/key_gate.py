@@ -80,7 +80,7 @@ class KeyGate(Route):
         )
         if not keep:
             return scanned.output, scanned.final, {}
-        # One element for each: their number.
+        # How many segments there were: the size of an array, which goes through `vmap` and `jit` as arrays do.
         cut = None if begun is None or call.cu_seqlens is not None else jnp.zeros(begun.segments.count, jnp.int8)
         return scanned.output, scanned.final, {"states": scanned.states, "keys": rows, "done": done, "segments": cut}
 
@@ -145,7 +145,7 @@ def _scan_weak_segments(
 
 
 def _segment_ends(call: Call, k: Array, v: Array, segments: Segments, adjoint: bool) -> Ends:
-    """Of (k, v), or adjoint of (q, the output's adjoint); K and V as `_in_one_scan` says."""
+    """The ends of the segments of (k, v), or adjoint of (q, the output's adjoint), in a call that `_in_one_scan` covers."""
     if not segments.split:
         return Ends()
     plan, H, chunks, gk = call.plan, call.dims[2], call.chunks, call.arrays["gk"]

@@ -184,13 +184,13 @@ def scan_rows(
     """Outputs of chunks from their gated rows, with the state in registers.
 
     Args:
-        rows: qd, kd, chunk_decay, A and A_low (which may be None) of the kernel; adjoint: q's and k's in each other's place;
-            wide, and where qd is q itself, q_decay.
-        v: the values; adjoint: the output's adjoint.
+        rows: qd, kd, chunk_decay, A and A_low (which may be None) of the kernel. Adjoint: qd and kd in each other's place.
+            Wide, where qd is q itself: also q_decay.
+        v: the values. Adjoint: the output's adjoint.
         output: dtype of the outputs.
         wide: by `scan_rows_wide`.
         keep: keep the states, too.
-        begun: what is done already, whose results are filled up; not wide.
+        begun: the segments that are done already: their results are filled up. Not with `wide`.
     """
     plan, (B, T, H, K, V), chunks = call.plan, call.dims, call.chunks
     chunk_decay = rows["chunk_decay"]
