@@ -80,7 +80,8 @@ def _correction(call: Call, given: dict[str, Array | None], with_scores: bool) -
     k = call.arrays["key"]
     matrix = shape((chunks.count, H, plan.C, plan.C), plan.operand)
     wide = shape((chunks.count, H, 2, plan.C, plan.C), np.float32)
-    turn = 16 if not plan.bfloat16 else 64 if K > 64 else 32  # two turns at least: one's channels are copied ahead of the other
+    # Key channels a turn. There are two turns at least, so that one's are copied while the other's are multiplied.
+    turn = 16 if not plan.bfloat16 else 64 if K > 64 else 32
     return triton_call(
         arguments={
             **given, "k": k, "gs": call.head_gates["gs"], "beta": call.arrays["beta"], "scale": plan.scale, **chunks.arguments,
@@ -119,7 +120,7 @@ def _scan(call: Call, rows: Rows, segments: Segments, BV: int, adjoint: bool) ->
         "grid": (cdiv(V, BV) * segments.count * H,), "HK": heads(call.arrays["key"]), "K": K, "V": V, "BK": BK,
         "BV": BV, "EXACT": plan.exact, "STAGES": plan.num_stages or _stages(plan, rows, adjoint),
         "num_warps": plan.num_warps or (8 if BV > 64 or BK > 128 else 4), "shrink_stages": call.shrinks_stages,
-        "maxnreg": 255,  # said, since ptxas takes 32 by itself for sm_80 and spills everything else
+        "maxnreg": 255,  # named, since ptxas takes 32 by itself for sm_80 and spills everything else
         **call.constants(),
     }  # fmt: skip
 
@@ -135,18 +136,18 @@ def _scan_by_warpgroups(call: Call, rows: Rows, segments: Segments, keep: bool, 
     C, (_, _, H, K, V) = call.plan.C, call.dims
     key_rows, value_rows = (2 if rows.key_after is None else 3), (2 if adjoint else 1)
     chunk = 2 * C * (key_rows * K + value_rows * V + 2 * C) + 4 * (3 * C + K)  # bytes
-    both, even = V > 64, call.chunks.even  # both: warpgroups of values
+    pair, even = V > 64, call.chunks.even  # pair: two warpgroups share the value channels
     # Where rows may be missing, their masks take registers of those that copy: 0.269 ms for 0.352 where they have enough (the
     # scan of packed 32768 tokens, 16 heads of 128 x 128, H200), 0.414 where the values then have too few.
     if rows.key_after is not None:
         copy, value = (40, 232) if even else (56, 224)
     elif rows.scores is None:  # those that copy make them
-        copy, value = (104, 216) if not both else (72, 216) if even else (88, 208)
+        copy, value = (104, 216) if not pair else (72, 216) if even else (88, 208)
     else:
         copy, value = 72, 216
     return {
         "grid": (segments.count * H,), "H": H, "HK": heads(call.arrays["key"]), "K": K, "V": V, "C": C, "SIGN": call.plan.sign,
-        "EVEN": even, "STAGES": min(2 if keep and both else 4, (RING - 2 * C * V) // chunk), "COPY_REGISTERS": copy,
+        "EVEN": even, "STAGES": min(2 if keep and pair else 4, (RING - 2 * C * V) // chunk), "COPY_REGISTERS": copy,
         "VALUE_REGISTERS": value,
     }  # fmt: skip
 
