@@ -6,17 +6,13 @@ import re
 
 import pytest
 
-from tests.documentation.pages import ROOT
+from tests.documentation.pages import ROOT, table_rows
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
 
 
-def rows(section: str) -> list[list[str]]:
-    """The cells of the tables' rows under a heading."""
-    text = RESULTS.partition(f"## {section}\n")[2].partition("\n## ")[0]
-    assert text, f"RESULTS.md has no section {section!r}"
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+def rows(heading: str) -> list[list[str]]:
+    return table_rows("benchmarks/RESULTS.md", heading)
 
 
 def linear(*gates: str) -> list[float]:
