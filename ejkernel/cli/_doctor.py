@@ -18,6 +18,7 @@ from ejkernel._version import __version__
 from ejkernel.cli import _options
 from ejkernel.cli._screen import count, print_json, screen, table
 from ejkernel.kernels._registry import NOT_WRITTEN, kernel_registry
+from ejkernel.ops.config.shipped import device_name
 from ejkernel.testing.record import find, records
 
 INSTALL = 'pip install ".[cuda13]" in the checkout'
@@ -43,10 +44,12 @@ def doctor(as_json: _options.Json = False) -> None:
     raise typer.Exit(1 if found["problems"] else 0)
 
 
-NOT_RUN = (
-    "The kernels of pallas are compiled for TPU v4 to 7x and verified interpreted; they have not yet been run on a TPU. "
-    "`ejkernel verify --platform pallas` runs them here: please send its output with an issue, right or wrong."
+MEASURED = "h200"  # the only GPU that has run the kernels of triton
+NOT_RUN_ON_TPUS = (
+    "The kernels of pallas are compiled for TPU v4 to 7x and verified interpreted; they have not yet been run on a TPU."
 )
+NOT_RUN_ON_THIS_GPU = "The kernels of triton are compiled for Ampere and later; they have been run on an H200 alone so far."
+SEND = "`ejkernel verify --platform {}` runs them here: please send its output with an issue, right or wrong."
 
 
 def examine() -> dict[str, Any]:
@@ -59,8 +62,7 @@ def examine() -> dict[str, Any]:
     found["operations"] = _operations()
     rivals = (make(record).library for record in records() for make in record.rivals.values())
     found["versions"] |= _versions(dict.fromkeys(filter(None, rivals)))
-    if found["device"]["backend"] == "tpu":
-        found["notes"].append(NOT_RUN)
+    found["notes"] += _notes(found["device"])
     found["order"] = {name: _order(name, platforms) for name, platforms in found["operations"].items()}
     found["remedies"] = _remedies(found)
     for name, platforms in found["operations"].items():
@@ -75,6 +77,15 @@ def examine() -> dict[str, Any]:
     except ValueError as problem:
         found["problems"].append(str(problem))
     return found
+
+
+def _notes(device: dict[str, Any]) -> list[str]:
+    """Which kernels nobody has run on such a device."""
+    if device["backend"] == "tpu":
+        return [f"{NOT_RUN_ON_TPUS} {SEND.format('pallas')}"]
+    if device["kind"].startswith("NVIDIA") and device_name(device["kind"]) != MEASURED:
+        return [f"{NOT_RUN_ON_THIS_GPU} {SEND.format('triton')}"]
+    return []
 
 
 def _versions(libraries: Iterable[str]) -> dict[str, str | None]:

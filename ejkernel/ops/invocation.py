@@ -114,7 +114,7 @@ class Invocation(Generic[Cfg, Out]):
         args, kwargs: the arguments as given, `jax.ShapeDtypeStruct` in place of every array.
         device: where the call runs.
         mapped: the `jax.vmap`s that are visible around the call, innermost first; the arrays above are one element's.
-        split: whether XLA may split the arrays between devices; also where nobody knows.
+        split: whether XLA may split the arrays between devices; True also where that is not known.
     """
 
     kernel: Kernel[Cfg, Out]
@@ -144,7 +144,7 @@ class Invocation(Generic[Cfg, Out]):
 
     @functools.cached_property
     def environment(self) -> dict[str, str]:
-        """What a measurement depends on besides the call. One planned for another device than computes it is no other's."""
+        """What a measurement depends on besides the call: also the device it was planned for, where that is another one."""
         here = environment(self.device)
         if dataclasses.replace(self.target, split=None) == describe(self.device):
             return here
@@ -236,7 +236,11 @@ class Invocation(Generic[Cfg, Out]):
 
 
 def _abstract(array: Any) -> jax.ShapeDtypeStruct:
-    """Numpy's 64-bit arrays as JAX will have them, in silence: it warns of such structs, and `np.cumsum` gives such offsets."""
+    """The shape and dtype of an array.
+
+    Those of numpy with 64 bits have the dtype that JAX will give them. It would warn of such a struct, and `np.cumsum` makes
+    offsets of 64 bits.
+    """
     is_numpy = isinstance(array, (np.ndarray, np.generic))
     dtype = jax.dtypes.canonicalize_dtype(array.dtype) if is_numpy else array.dtype
     return jax.ShapeDtypeStruct(array.shape, dtype, sharding=_visible_sharding(array))

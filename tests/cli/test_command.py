@@ -125,6 +125,17 @@ def test_doctor_on_a_tpu_says_that_its_kernels_have_not_been_run(run, monkeypatc
     assert "ejkernel verify --platform pallas" in shown
 
 
+def test_doctor_says_on_which_gpu_the_kernels_have_been_run(run, monkeypatch):
+    from ejkernel.cli import _doctor
+
+    for kind, said in {"NVIDIA H200": False, "NVIDIA GeForce RTX 4090": True, "NVIDIA H100 80GB HBM3": True}.items():
+        monkeypatch.setattr(
+            _doctor, "_device", lambda kind=kind: {"kind": kind, "backend": "gpu", "count": 1, "memory_bytes": None}
+        )
+        notes = run("doctor", "--json", code=0).json["notes"]
+        assert ["on an H200 alone" in note and "ejkernel verify --platform triton" in note for note in notes] == [True] * said
+
+
 def test_doctor_counts_what_is_tuned(run, entry):
     entry()
     cache = run("doctor", "--json").json["cache"]

@@ -49,6 +49,14 @@ def blocks(page: Path) -> list[Block]:
     ]
 
 
+def table_rows(file: str, heading: str) -> list[list[str]]:
+    """The cells of every table row under a heading of the second level, without marks of bold type."""
+    section = (ROOT / file).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    assert section, f"{file} has no section {heading!r}"
+    lines = [line for line in section.splitlines() if line.startswith("|") and not line.startswith("|---")]
+    return [[cell.strip().replace("*", "") for cell in line.strip("|").split("|")] for line in lines]
+
+
 def run_page(page: Path, monkeypatch: Any) -> dict[str, Any]:
     """Runs the Python blocks of a page in order, in one module, and gives its names. JAX's settings are then as before."""
     module = types.ModuleType(f"page_{page.stem}")

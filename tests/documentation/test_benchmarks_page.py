@@ -6,20 +6,7 @@ import re
 
 import pytest
 
-from tests.documentation.pages import ROOT
-
-Row = list[str]
-
-
-def rows(text: str) -> list[Row]:
-    """The cells of every table row, without the marks of bold type."""
-    lines = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("|---")]
-    return [[cell.strip().replace("*", "") for cell in line.strip("|").split("|")] for line in lines]
-
-
-def section(file: str, title: str) -> list[Row]:
-    text = (ROOT / file).read_text(encoding="utf-8")
-    return rows(text.partition(f"\n## {title}\n")[2].partition("\n## ")[0])
+from tests.documentation.pages import ROOT, table_rows
 
 
 def span(values: list[float]) -> str:
@@ -34,24 +21,24 @@ def both(cells: list[str]) -> list[str]:
 
 
 def linear(*gates: str) -> list[str]:
-    table = section("benchmarks/RESULTS.md", "Linear attention on an H200: the triton platform")
+    table = table_rows("benchmarks/RESULTS.md", "Linear attention on an H200: the triton platform")
     return both([f"{row[4]} {row[7]}" for row in table if row[1] in gates and len(row) == 10])
 
 
 def delta(gate: str, column: int) -> list[str]:
-    table = section("benchmarks/RESULTS.md", "The delta rule on an H200: the triton platform")
+    table = table_rows("benchmarks/RESULTS.md", "The delta rule on an H200: the triton platform")
     return both([row[column] for row in table if row[1] == gate and len(row) == 7 and "/" in row[column]])
 
 
 def softmax(option: str) -> list[str]:
-    table = section("benchmarks/RESULTS.md", "Softmax attention on an H200: the triton platform")
+    table = table_rows("benchmarks/RESULTS.md", "Softmax attention on an H200: the triton platform")
     ratio = re.compile(r"\((.*)\)")
     found = [[ratio.search(row[i]) for i in (2, 4)] for row in table if row[1].startswith(option)]
     return both([" ".join(match[1] for match in pair if match) for pair in found])
 
 
 def convolution() -> list[str]:
-    table = section("benchmarks/RESULTS.md", "The short causal convolution on an H200")[1:]
+    table = table_rows("benchmarks/RESULTS.md", "The short causal convolution on an H200")[1:]
     return both([f"{row[3]} {row[6]}" for row in table])
 
 
@@ -76,7 +63,7 @@ SUMMARY = {
 @pytest.mark.parametrize("line", SUMMARY, ids=str)
 def test_the_page_gives_the_ranges_of_the_log(line):
     label, rival, which = line  # `which`: the delta rule's table has lines of the same names after linear attention's
-    table = section("docs/benchmarks.md", "On an H200")
+    table = table_rows("docs/benchmarks.md", "On an H200")
     found = [row for row in table if row[0] == label and rival in (None, row[1])]
     assert found[which][-2:] == SUMMARY[line]()
 

@@ -331,7 +331,10 @@ def test_offsets_of_several_rows_say_how_rows_go_in():
         gla_attention(X, X, X, cu_seqlens=np.zeros((2, 3), np.int32))
 
 
-def test_a_mask_of_rank_two_is_reported_as_it_was_given():
+def test_a_mask_without_heads_is_reported_as_it_was_given():
     B, T = X.shape[:2]
     with pytest.raises(ValueError, match=re.escape(f"got [{T + 1}, {T}]. Rank 2 is [batch, keys], here [{B}, {T}].")):
         attention(X, X, X, attention_mask=np.ones((T + 1, T), bool))
+    legal = f"Rank 3 is [batch, queries, keys], here [{B}, {T}, {T}]."
+    with pytest.raises(ValueError, match=re.escape(f"got [{B}, {T + 1}, {T}]. {legal}")):
+        attention(X, X, X, attention_mask=np.ones((B, T + 1, T), bool))

@@ -14,7 +14,6 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
 
 from ejkernel._device import Device, device_of, on_device
-from ejkernel.callib import _gluon
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._triton import gated_delta_rule
 from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
@@ -115,19 +114,6 @@ WHOLE = [
     )
 ]  # fmt: skip
 LONG = ("everything", "resets")
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The names of the Gluon kernels that were interpreted."""
-    names, launch = set(), _gluon.launch
-
-    def noted(kernel, *args):
-        names.add(kernel.fn.__name__)
-        return launch(kernel, *args)
-
-    monkeypatch.setattr(_gluon, "launch", noted)
-    return names
 
 
 @interpreted

@@ -16,7 +16,6 @@ pytest.importorskip("triton", reason="the triton platform needs Triton")
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
 
 from ejkernel._device import Device, device_of, on_device
-from ejkernel.callib import _gluon
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._triton import gated_delta_rule
 from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
@@ -38,19 +37,6 @@ LENGTHS = (0, 5, 5, 135, 200, 201)  # an empty sequence, one of a token, one of 
 HEAD_SCAN, HEAD_GRADIENTS = "head_gate_scan_by_warpgroups", "head_gate_backward_by_warpgroups"
 WIDE_SCAN = "wide_scan_by_warpgroups"
 KEY_SCAN, KEY_ENDS, KEY_GRADIENTS = "key_gate_scan_by_warpgroups", "key_gate_segment_ends", "weak_axis_by_warpgroups"
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The names of the Gluon kernels that were interpreted."""
-    names, launch = set(), _gluon.launch
-
-    def noted(kernel, *args):
-        names.add(kernel.fn.__name__)
-        return launch(kernel, *args)
-
-    monkeypatch.setattr(_gluon, "launch", noted)
-    return names
 
 
 def errors_along(case: Case, **of_plan) -> dict[str, float]:

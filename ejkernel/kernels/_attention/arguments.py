@@ -162,8 +162,12 @@ def _plane(argument: str, value: Array, shape: Shape, given: tuple[int, ...] | N
     )
     if any(size not in sizes for size, sizes in zip(value.shape, legal, strict=True)):
         got = value.shape if given is None else given
-        keys = f" Rank 2 is [batch, keys], here [{shape.batch}, {shape.kv_len}]." if len(got) == 2 and given is not None else ""
-        raise ValueError(f"{argument} must be {shape.plane} to match query and key; got {list(got)}.{keys}")
+        of_rank = {
+            2: f" Rank 2 is [batch, keys], here [{shape.batch}, {shape.kv_len}].",
+            3: f" Rank 3 is [batch, queries, keys], here [{shape.batch}, {shape.q_len}, {shape.kv_len}].",
+        }
+        hint = "" if given is None else of_rank.get(len(got), "")
+        raise ValueError(f"{argument} must be {shape.plane} to match query and key; got {list(got)}.{hint}")
     return value
 
 

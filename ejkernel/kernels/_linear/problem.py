@@ -3,7 +3,7 @@
 `LinearProblem.from_arguments` checks, completes and merges what a user may pass; every platform takes the result and
 nothing else. What is settled here, once:
 
-- packed input of rank 3 becomes rank 4 with a batch of one (`restore_rank` undoes it on the output);
+- packed input of rank 3 becomes rank 4 with a batch of one (`finish` undoes it on the output);
 - a `g` of rank 4 decays rows of the state, so it is added to `gk`; a `g` of rank 3 stays (the fast path for scalars);
 - `g_gamma` is `[N, H]`, `initial_state` is `[N, H, K, V]` in the state's dtype, or None;
 - the scale is a number. A traced scale is applied to the output afterwards (`finish`), so that no platform sees it.
@@ -142,7 +142,7 @@ class LinearProblem(RecurrenceProblem):
         return self.key.shape[2]
 
     def splits(self) -> tuple[dict[str, tuple[str, ...]], tuple[tuple[str, ...], ...], tuple[str, ...], str]:
-        """What the axes of the arrays are, what those of output and state are, which may be split, and what to do else."""
+        """How a mesh may split the call: the axes of each array, those of output and state, which may be split, and advice."""
         roles = {name: axes.roles(name, self.cu_seqlens is not None) for name in (*DIFFERENTIABLE, "cu_seqlens")}
         return roles, (roles["value"], roles["initial_state"]), axes.FREE, axes.ADVICE
 

@@ -135,7 +135,7 @@ def attention(
         value: `[B, S, Hkv, V]`.
         bias: added to the logits, `[1|B, 1|Hkv|H, 1|T, 1|S]`; lower ranks broadcast from the right. -inf masks.
         dropout_rng: the random key for dropout; the same key drops the same weights.
-        softmax_aux: attention sinks, `[sinks]` or `[H|Hkv, sinks]`: logits that only count in the softmax's sum.
+        softmax_aux: attention sinks, `[sinks]` or `[H|Hkv, sinks]`: logits that count in the softmax's sum alone.
         mask_info: who may attend to whom; with segments or positions, `causal` and `sliding_window` compare positions.
         attention_mask: True attends, `[B, S]`, `[B, T, S]` or `[B, 1|Hkv|H, T, S]`; applies together with bias and mask_info.
         init_bias: gives the bias; called only when neither a bias nor a mask is given.

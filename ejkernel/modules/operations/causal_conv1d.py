@@ -45,7 +45,7 @@ def causal_conv1d(
         weight: `[W, C]`; the last row multiplies the current token.
         bias: `[C]`.
         initial_state: `[N, W - 1, C]`, the inputs before the first token, oldest first; None: zeros. N is the batch, or the
-            packed sequences.
+            number of packed sequences.
         cu_seqlens: `[N + 1]` offsets that pack N sequences in one row. Empty sequences are legal and keep their state.
         activation: None or `"silu"`.
         return_state: also return the last W - 1 inputs of each sequence, from which decoding goes on.

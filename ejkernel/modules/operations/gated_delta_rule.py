@@ -75,8 +75,8 @@ def gated_delta_rule(
         value: `[B, T, H, V]`; `Hk` divides `H`, and value head h reads key head `h // (H // Hk)`.
         beta: how much of the error is written, `[B, T, H]`; usually 0 to 1, or 0 to 2.
         g: log decay `[B, T, H]` of a head's whole state, or `[B, T, H, K]` of row k; 0 keeps, -inf forgets.
-        initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the packed sequences.
-        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1, or left out.
+        initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the number of packed sequences.
+        cu_seqlens: `[N + 1]` offsets, 0 to the number of tokens, that pack N sequences in one row; then B is 1, or left out.
         use_qk_l2norm: divide the rows of query and key by `sqrt(sum of squares + 1e-6)` first.
         softmax_scale: factor of the output; None means `K ** -0.5`. Each new number compiles again; an array
             (`jnp.float32(x)`) does not.

@@ -46,8 +46,8 @@ def gla_attention(
         g: log decay, `[B, T, H]` (whole head) or `[B, T, H, K]` (per key channel); 0 keeps, -inf forgets.
             A gate between 0 and 1 goes in by its logarithm: `jax.nn.log_sigmoid(x)`, not `sigmoid`.
         g_gamma: a further log decay that is the same at every step: `[H]`, `[1, H]` or `[N, H]`.
-        initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the packed sequences.
-        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1, or left out.
+        initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the number of packed sequences.
+        cu_seqlens: `[N + 1]` offsets, 0 to the number of tokens, that pack N sequences in one row; then B is 1, or left out.
         softmax_scale: factor of the output; None means `K ** -0.5`. Each new number compiles again; an array
             (`jnp.float32(x)`) does not.
         reverse: run from the last token to the first.

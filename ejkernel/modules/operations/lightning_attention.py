@@ -44,8 +44,8 @@ def lightning_attention(
         query: `[B, T, H, K]`, or `[tokens, H, K]` when packed by `cu_seqlens`.
         key: `[B, T, Hkv, K]`; `Hkv` divides `H`.
         value: `[B, T, Hkv, V]`.
-        initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the packed sequences.
-        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1, or left out.
+        initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the number of packed sequences.
+        cu_seqlens: `[N + 1]` offsets, 0 to the number of tokens, that pack N sequences in one row; then B is 1, or left out.
         layer_idx: this layer, from 0 to `num_layers` - 1.
         num_layers: how many layers the model has.
         softmax_scale: factor of the output; None means `K ** -0.5`. Each new number compiles again; an array

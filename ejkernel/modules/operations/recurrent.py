@@ -51,8 +51,8 @@ def recurrent_attention(
         g_gamma: log decay of a head's whole state, the same at every step: `[H]`, `[1, H]` or `[N, H]`.
         gk: log decay of row k, `[B, T, H, K]`.
         gv: log decay of column v, `[B, T, H, V]`.
-        initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the packed sequences.
-        cu_seqlens: `[N + 1]` offsets that pack N sequences in one row; then B is 1, or left out.
+        initial_state: the state before the first step, `[N, H, K, V]`; N is the batch, or the number of packed sequences.
+        cu_seqlens: `[N + 1]` offsets, 0 to the number of tokens, that pack N sequences in one row; then B is 1, or left out.
         softmax_scale: factor of the output; None means `K ** -0.5`. Each new number compiles again; an array
             (`jnp.float32(x)`) does not.
         reverse: run from the last token to the first.

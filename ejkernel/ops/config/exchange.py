@@ -19,7 +19,7 @@ Entry = tuple[str, dict[str, Any], dict[str, Any]]
 def dumps(*caches: ConfigCache | PersistentCache) -> str:
     """The entries of these caches as JSON text; without an argument, those of the default executors' memory.
 
-    An entry whose key or record is none of this library's is left out with a warning: nothing could read it back.
+    An entry whose key or record is not of this library's form is left out with a warning: nothing could read it back.
 
     >>> cache = ConfigCache()
     >>> cache.put('{"op":"scale"}', {"block": 64}, {"seconds": 1e-3})
@@ -47,7 +47,7 @@ def loads(text: str, into: ConfigCache | PersistentCache | None = None) -> int:
             folder.
 
     Raises:
-        ValueError: the text is not such a text; nothing was added.
+        ValueError: `dumps` and `merge` make no such text; nothing was added.
     """
     target = shared_cache() if into is None else into
     taken = 0

@@ -59,9 +59,9 @@ _tuning = threading.Lock()
 class ConfigSelectorChain:
     """Asks each level in turn: explicit > overlay > memory > disk > shipped > autotune > heuristics > error.
 
-    Only measured results are kept, in memory and on disk; what a level offers is checked against the configuration's
-    class and `Kernel.check_cfg` before it is used, and what fails that check is passed over with one warning. In a
-    multi-process program process 0 decides everything below memory, and the others receive it.
+    Only measured results are kept, in memory and on disk. What a level offers is checked against the configuration's class
+    and `Kernel.check_cfg` before it is used; what fails is passed over with one warning. In a multi-process program process 0
+    decides everything below memory, and the others receive it.
 
     Attributes:
         patience: seconds that another process waits for process 0, beyond the time that tuning may take.
@@ -94,9 +94,9 @@ class ConfigSelectorChain:
         self.policy = as_policy(policy)
         self.tuner = tuner
         self._persistent = persistent
-        self._disks: dict[tuple[str, type | None], PersistentCache] = {}
-        self._failed: dict[str, Mapping[str, Any]] = {}
-        self._agreed: dict[tuple[str, str], Choice] = {}
+        self._disks: dict[tuple[str, type | None], PersistentCache] = {}  # by op_id and class of configurations
+        self._failed: dict[str, Mapping[str, Any]] = {}  # by key: the record of a tuning that failed, which is not repeated
+        self._agreed: dict[tuple[str, str], Choice] = {}  # by purpose and key: what process 0 has decided for all
 
     @property
     def generation(self) -> int:
@@ -135,7 +135,7 @@ class ConfigSelectorChain:
         return Choice(config, Level.OVERLAY)
 
     def _known(self, inv: Invocation[Any, Any]) -> Choice | None:
-        """What memory has. In a multi-process program, process 0 makes sure that the others can have it too."""
+        """What memory has. In a multi-process program, process 0 publishes it for the others."""
         found = self._stored(inv, Level.MEMORY, self.cache)
         if found is not None and jax.process_count() > 1 and not inside_worker():
             from ejkernel.ops import distributed

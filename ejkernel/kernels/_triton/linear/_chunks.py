@@ -16,7 +16,7 @@ from ejkernel.kernels._triton.linear.kernels.packed_tables import packed_tables
 Array = jax.Array
 MULTIPROCESSORS = 132  # of an H100 or H200
 PROGRAMS_TO_FILL = 2 * MULTIPROCESSORS  # fewer scanning programs leave it idle
-ENOUGH_PROGRAMS = 120  # nearly one for each: what a second would win is less than the first pass over half of the rows costs
+ENOUGH_PROGRAMS = 120  # nearly one for each: segments would win less than the first pass for their ends costs
 MAX_SEGMENTS = 32
 MAX_TOGETHER = 8
 COLUMNS = 32  # of a packed call's tables, for each program that makes them
@@ -90,9 +90,10 @@ class Chunks:
         return {"chunks": self.table, "T": self.tokens, "NT": self.per_sequence}
 
     def together(self, programs: int) -> int:
-        """How many chunks a program looks at that skips the weakly gated ones: more are fewer programs to start in vain.
+        """How many chunks one program takes where it skips the weakly gated ones: the more, the fewer programs start in vain.
 
-        programs: how many share a chunk.
+        Args:
+            programs: how many share a chunk.
         """
         most = self.count * programs // (4 * PROGRAMS_TO_FILL)
         return 1 << max(0, min(most, MAX_TOGETHER).bit_length() - 1)
@@ -139,7 +140,11 @@ class Segments:
 
 
 def chunk_counts(plan: Plan, B: int, T: int, packed: int | None) -> tuple[int, int]:
-    """(all chunks, those of a sequence; packed all as well); packed: how many sequences, or None."""
+    """(chunks in all, chunks of a sequence). Of a packed call, in which sequences differ, both are the first.
+
+    Args:
+        packed: how many sequences are packed; None in a dense call.
+    """
     if packed is None:
         per = cdiv(T, plan.C)
         return B * per, per
@@ -148,22 +153,28 @@ def chunk_counts(plan: Plan, B: int, T: int, packed: int | None) -> tuple[int, i
 
 
 def segment_length(plan: Plan, count: int, per_sequence: int, sequences: int, programs: int, *, packed: bool) -> int:
-    """Chunks of a segment of so many in all and per sequence; programs: how many scan one segment of every sequence."""
+    """Chunks of a segment.
+
+    Args:
+        count, per_sequence: the call's chunks, as `chunk_counts` gives them.
+        programs: how many scan one segment of every sequence.
+    """
     if not packed:
         return length_to_fill(per_sequence, programs, plan.min_segment)
     # Packed lengths are not known here. One sequence may hold nearly all chunks, so segments are sized by the total.
     across = max(1, programs // sequences)
     # Uneven lengths leave programs idle at the end, so there are twice as many as fill the device.
     whole, left = divmod(2 * PROGRAMS_TO_FILL, across)
-    # Both roundings by a model: `python -m benchmarks.packed_segments`.
+    # Their number is rounded up as it was measured. A model prefers it rounded down: `python -m benchmarks.packed_segments`.
     wanted = min(max(1, whole + (left > 0 and not plan.untimed)), MAX_SEGMENTS)
     return max(plan.min_segment, cdiv(count, wanted))
 
 
 def length_to_fill(chunks: int, programs: int, least: int) -> int:
-    """Chunks per segment of sequences of so many, so that the device is filled.
+    """Chunks per segment, so that the device is filled.
 
     Args:
+        chunks: those of a sequence.
         programs: how many programs scan one segment of every sequence.
         least: the shortest segment's.
     """

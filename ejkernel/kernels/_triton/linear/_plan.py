@@ -15,6 +15,7 @@ from ejkernel.callib import is_interpreted, shared_memory_of
 from ejkernel.kernels._delta import DeltaProblem
 from ejkernel.kernels._linear import LinearProblem
 from ejkernel.kernels._linear.config import RecurrenceConfig
+from ejkernel.kernels._triton._gluon import HAS_GLUON
 from ejkernel.kernels._triton.linear.kernels.decode_step import decode_steps
 
 Problem = LinearProblem | DeltaProblem  # chunks serve both recurrences
@@ -66,7 +67,8 @@ class Plan:
         operand: dtype of the operands of matrix products.
         precision: Triton's name of how float32 operands are multiplied.
         shared: bytes of shared memory that a program may take.
-        warpgroups: whether products are of whole warpgroups, asynchronous, from shared memory: compute capability 9.0.
+        warpgroups: whether kernels may be taken whose products are of whole warpgroups, asynchronous, from shared memory: on
+            compute capability 9.0, where this Triton has their Gluon.
         weak_limit: a chunk is weakly gated where the sizes of its log decays add up to at most this in every channel.
         min_segment: chunks of the shortest segment that is worth its own programs; shorter ones cost more in their combination
             than they save.
@@ -113,7 +115,7 @@ class Plan:
             precision=precision,
             output=problem.output_dtype,
             shared=shared_memory_of(capability_of(problem) or LEAST_CAPABILITY),
-            warpgroups=problem.device.capability == 90,  # not of what is interpreted
+            warpgroups=HAS_GLUON and problem.device.capability == 90,  # not of what is interpreted
             block_k=cfg.block_k,
             block_d=cfg.block_d,
             num_warps=cfg.num_warps,

@@ -70,6 +70,6 @@ def _chunk_gradients(call: Call, do: Array, saved: Saved, back: ScannedBack) -> 
         arguments=arguments, out_shape=out, kernel=head_gradients.delta_head_gradients, grid=(chunks.count * H,),
         HK=heads(k), K=K, V=V, BK=tile(K, 32), BV=tile(V, 128 if plan.bfloat16 else 64), EXACT=plan.exact,
         num_warps=plan.num_warps or 4, num_stages=plan.num_stages or (2 if max(K, V) <= 128 else 1),
-        # Said for wide float32 calls, since ptxas takes 32 by itself there and spills everything else.
+        # Named for wide float32 calls, since ptxas takes 32 by itself there and spills everything else.
         maxnreg=255 if plan.exact and max(K, V) > 128 else None, shrink_stages=call.shrinks_stages, **call.constants(),
     )  # fmt: skip

@@ -113,7 +113,7 @@ class DeltaKeyGate(Route):
             arguments=common,
             out_shape={"dN": matrix, "dM": matrix, "within_blocks": shape((chunks.count, H, 8, 8, 8, 2), np.float32)},
             kernel=gated_gradients.delta_scores_in_blocks, grid=(chunks.count * H,), BV=tile(V, 128), num_warps=4,
-            num_stages=1, maxnreg=255,  # said, as for the scans
+            num_stages=1, maxnreg=255,  # named, as for the scans
             **constants,
         )  # fmt: skip
         q, k, gk = call.arrays["query"], call.arrays["key"], call.arrays["gk"]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._triton._gluon import HAS_GLUON
 from ejkernel.kernels._triton.gated_delta_rule.kernels import scans, segment_ends
 from ejkernel.kernels._triton.gated_delta_rule.kernels.correction import delta_correction
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
@@ -15,14 +16,8 @@ from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.routes.route import Saved
 
-try:
-    from ejkernel.kernels._triton.gated_delta_rule.kernels import scans_by_warpgroups
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    scans_by_warpgroups = None  # type: ignore[assignment]
-try:
-    from ejkernel.kernels._triton.gated_delta_rule.kernels import correction_in_registers
-except (ImportError, AttributeError):
-    correction_in_registers = None  # type: ignore[assignment]
+if HAS_GLUON:
+    from ejkernel.kernels._triton.gated_delta_rule.kernels import correction_in_registers, scans_by_warpgroups
 
 ROOMY = 200 << 10  # bytes of shared memory: an H100 has more, an A100 less
 RING = 220 << 10  # of it, on Hopper, for chunks that are copied ahead and for results on their way out
@@ -61,7 +56,7 @@ def head_gate_rows(call: Call, with_scores: bool = True) -> tuple[Correction, Ro
 def correction_of(call: Call, scores: Array, scores_low: Array | None = None) -> Correction:
     """From the scores of keys with keys."""
     plan = call.plan
-    if plan.untimed and plan.bfloat16 and plan.C == 64 and correction_in_registers is not None:
+    if HAS_GLUON and plan.untimed and plan.bfloat16 and plan.C == 64:
         return _correction_in_registers(call, scores, scores_low)
     found = _correction(call, {"q": None, "M": scores, "M_low": scores_low}, with_scores=False)
     return Correction(found["Z"], found["betas"], found.get("key_scores"))
@@ -85,7 +80,8 @@ def _correction(call: Call, given: dict[str, Array | None], with_scores: bool) -
     k = call.arrays["key"]
     matrix = shape((chunks.count, H, plan.C, plan.C), plan.operand)
     wide = shape((chunks.count, H, 2, plan.C, plan.C), np.float32)
-    turn = 16 if not plan.bfloat16 else 64 if K > 64 else 32  # two turns at least: one's channels are copied ahead of the other
+    # Key channels a turn. There are two turns at least, so that one's are copied while the other's are multiplied.
+    turn = 16 if not plan.bfloat16 else 64 if K > 64 else 32
     return triton_call(
         arguments={
             **given, "k": k, "gs": call.head_gates["gs"], "beta": call.arrays["beta"], "scale": plan.scale, **chunks.arguments,
@@ -124,7 +120,7 @@ def _scan(call: Call, rows: Rows, segments: Segments, BV: int, adjoint: bool) ->
         "grid": (cdiv(V, BV) * segments.count * H,), "HK": heads(call.arrays["key"]), "K": K, "V": V, "BK": BK,
         "BV": BV, "EXACT": plan.exact, "STAGES": plan.num_stages or _stages(plan, rows, adjoint),
         "num_warps": plan.num_warps or (8 if BV > 64 or BK > 128 else 4), "shrink_stages": call.shrinks_stages,
-        "maxnreg": 255,  # said, since ptxas takes 32 by itself for sm_80 and spills everything else
+        "maxnreg": 255,  # named, since ptxas takes 32 by itself for sm_80 and spills everything else
         **call.constants(),
     }  # fmt: skip
 
@@ -132,7 +128,7 @@ def _scan(call: Call, rows: Rows, segments: Segments, BV: int, adjoint: bool) ->
 def by_warpgroups(plan: Plan) -> bool:
     """Whether the scans are those of `scans_by_warpgroups`: on Hopper, where no configuration names other tiles."""
     covered = plan.warpgroups and plan.bfloat16 and plan.C == 64 and {plan.K, plan.V} <= {64, 128}
-    return covered and not plan.named_scan_tiles and scans_by_warpgroups is not None
+    return covered and not plan.named_scan_tiles
 
 
 def _scan_by_warpgroups(call: Call, rows: Rows, segments: Segments, keep: bool, adjoint: bool) -> dict[str, Any]:
@@ -140,18 +136,18 @@ def _scan_by_warpgroups(call: Call, rows: Rows, segments: Segments, keep: bool, 
     C, (_, _, H, K, V) = call.plan.C, call.dims
     key_rows, value_rows = (2 if rows.key_after is None else 3), (2 if adjoint else 1)
     chunk = 2 * C * (key_rows * K + value_rows * V + 2 * C) + 4 * (3 * C + K)  # bytes
-    both, even = V > 64, call.chunks.even  # both: warpgroups of values
+    pair, even = V > 64, call.chunks.even  # pair: two warpgroups share the value channels
     # Where rows may be missing, their masks take registers of those that copy: 0.269 ms for 0.352 where they have enough (the
     # scan of packed 32768 tokens, 16 heads of 128 x 128, H200), 0.414 where the values then have too few.
     if rows.key_after is not None:
         copy, value = (40, 232) if even else (56, 224)
     elif rows.scores is None:  # those that copy make them
-        copy, value = (104, 216) if not both else (72, 216) if even else (88, 208)
+        copy, value = (104, 216) if not pair else (72, 216) if even else (88, 208)
     else:
         copy, value = 72, 216
     return {
         "grid": (segments.count * H,), "H": H, "HK": heads(call.arrays["key"]), "K": K, "V": V, "C": C, "SIGN": call.plan.sign,
-        "EVEN": even, "STAGES": min(2 if keep and both else 4, (RING - 2 * C * V) // chunk), "COPY_REGISTERS": copy,
+        "EVEN": even, "STAGES": min(2 if keep and pair else 4, (RING - 2 * C * V) // chunk), "COPY_REGISTERS": copy,
         "VALUE_REGISTERS": value,
     }  # fmt: skip
 

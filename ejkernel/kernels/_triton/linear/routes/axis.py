@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._triton._gluon import HAS_GLUON
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import MULTIPROCESSORS, Array
 from ejkernel.kernels._triton.linear._plan import gate_parts, tile
@@ -21,14 +22,12 @@ from ejkernel.kernels._triton.linear.kernels import gated_axis, other_axis, weak
 from ejkernel.kernels._triton.linear.routes.route import Gradients
 from ejkernel.kernels._triton.linear.routes.rows import GatedRows, GateRange
 
-try:
+if HAS_GLUON:
     from ejkernel.kernels._triton.linear.kernels import weak_axis_warpgroups
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    weak_axis_warpgroups = None  # type: ignore[assignment]
 
 Outputs = dict[str, jax.ShapeDtypeStruct | None]  # dx, dy, dg
-# (K, V): slots of keys, values and scores that fit into Hopper's shared memory. With 64 key channels two warpgroups take turns,
-# so there all numbers are even: a slot then always has the same one.
+# (K, V): slots of keys, values and scores that fit into Hopper's shared memory. With 64 key channels two warpgroups take turns.
+# There all numbers are even, so that a slot is always of the same warpgroup.
 SLOTS = {
     (128, 128): (2, 1, 1), (128, 64): (2, 2, 1), (64, 128): (2, 2, 2), (64, 64): (4, 2, 2),
 }  # fmt: skip
@@ -130,8 +129,7 @@ class AxisLaunch:
         covered = plan.warpgroups and plan.gates == {"gk"} and not (plan.named_scan_tiles or plan.block_k)
         asked = own.of_keys and all(x is not None for x in self.out.values()) and (plan.K, plan.V) in SLOTS
         arrays = (own.x, own.y, own.gate, other.x, other.y)
-        low = all(x is not None and x.dtype == jnp.bfloat16 for x in arrays)
-        return covered and asked and low and weak_axis_warpgroups is not None
+        return covered and asked and all(x is not None and x.dtype == jnp.bfloat16 for x in arrays)
 
     def _weak_by_warpgroups(self) -> dict[str, Array]:
         call, own, other = self.call, self.own, self.other

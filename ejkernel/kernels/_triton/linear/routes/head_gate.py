@@ -10,6 +10,7 @@ import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels._linear.config import RecurrenceConfig
+from ejkernel.kernels._triton._gluon import HAS_GLUON
 from ejkernel.kernels._triton.linear._call import Call, heads, shape, states_in_chunks
 from ejkernel.kernels._triton.linear._chunks import MULTIPROCESSORS, Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
@@ -26,10 +27,8 @@ from ejkernel.kernels._triton.linear.routes.scans import (
     with_agreed_segments,
 )
 
-try:
+if HAS_GLUON:
     from ejkernel.kernels._triton.linear.kernels import head_gate_backward_warpgroups, head_gate_warpgroups
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    head_gate_warpgroups = head_gate_backward_warpgroups = None  # type: ignore[assignment]
 
 RING = 160 << 10  # bytes of shared memory for chunks that are copied ahead: three of 128 channels
 # By value channels, what `head_gate_backward_by_warpgroups` copies ahead: chunks, and tiles of 64 of their key channels.
@@ -272,7 +271,7 @@ def _value_tile(plan: Plan, K: int, V: int) -> int:
 def _by_warpgroups(plan: Plan, K: int, V: int) -> bool:
     """Whether kernels by warpgroups take states of this size: on Hopper, where no configuration names other tiles."""
     covered = plan.warpgroups and plan.bfloat16 and plan.C == 64 and {K, V} <= {64, 128}
-    return covered and not plan.named_scan_tiles and head_gate_warpgroups is not None
+    return covered and not plan.named_scan_tiles
 
 
 def _tiles(plan: Plan, K: int, V: int) -> int:
@@ -357,7 +356,8 @@ def _chunk_gradients(call: Call, do: Array, starts: Array, ends: Array, *, of_va
 def _chunk_gradients_by_warpgroups(call: Call, do: Array, starts: Array, ends: Array) -> dict[str, Array]:
     """The same for a call with g, without dv.
 
-    With few registers the warpgroup that copies spills addresses: with 128 channels 56 of them 0.194 ms, 96 0.167.
+    The warpgroup that copies spills addresses where it has few registers: with 128 channels 0.194 ms with 56 of them, 0.167
+    with 96.
     """
     plan, (B, T, H, K, V), chunks = call.plan, call.dims, call.chunks
     q, k, v = call.query_key_value

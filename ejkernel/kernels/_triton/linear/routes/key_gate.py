@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import triton_call
+from ejkernel.kernels._triton._gluon import HAS_GLUON
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, tile
@@ -25,10 +26,8 @@ from ejkernel.kernels._triton.linear.routes.scans import (
     with_agreed_segments,
 )
 
-try:
+if HAS_GLUON:
     from ejkernel.kernels._triton.linear.kernels import key_gate_ends, key_gate_warpgroups
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    key_gate_warpgroups = None  # type: ignore[assignment]
 
 STAGE = 64 << 10  # bytes of q, k, v and g of a chunk with 128 channels, of which two are in shared memory
 RING = 192 << 10  # bytes of k, v and g of the chunks that are in shared memory for the segments' ends
@@ -81,7 +80,7 @@ class KeyGate(Route):
         )
         if not keep:
             return scanned.output, scanned.final, {}
-        # One element for each: their number.
+        # How many segments there were: the size of an array, which goes through `vmap` and `jit` as arrays do.
         cut = None if begun is None or call.cu_seqlens is not None else jnp.zeros(begun.segments.count, jnp.int8)
         return scanned.output, scanned.final, {"states": scanned.states, "keys": rows, "done": done, "segments": cut}
 
@@ -113,8 +112,7 @@ def _in_one_scan(plan: Plan, arrays: dict[str, Any]) -> bool:
     """Whether `key_gate_scan_by_warpgroups` scans the weakly gated segments: on Hopper, where nothing else decays and no
     configuration names other tiles."""
     covered = plan.warpgroups and plan.gates == {"gk"} and {plan.K, plan.V} <= {64, 128} and not plan.named_scan_tiles
-    low = all(arrays[name].dtype == jnp.bfloat16 for name in ("query", "key", "value", "gk"))
-    return covered and low and key_gate_warpgroups is not None
+    return covered and all(arrays[name].dtype == jnp.bfloat16 for name in ("query", "key", "value", "gk"))
 
 
 def _scan_weak_segments(
@@ -147,7 +145,7 @@ def _scan_weak_segments(
 
 
 def _segment_ends(call: Call, k: Array, v: Array, segments: Segments, adjoint: bool) -> Ends:
-    """Of (k, v), or adjoint of (q, the output's adjoint); K and V as `_in_one_scan` says."""
+    """The ends of the segments of (k, v), or adjoint of (q, the output's adjoint), in a call that `_in_one_scan` covers."""
     if not segments.split:
         return Ends()
     plan, H, chunks, gk = call.plan, call.dims[2], call.chunks, call.arrays["gk"]

@@ -37,7 +37,7 @@ class KeyValueGate(Route):
     """Gated rows of both axes are made chunk by chunk. One scan makes the outputs of chunks whose values are weakly gated, or
     only the states; the rest, and the gradients of either axis, are made chunk by chunk from the other axis' rows.
 
-    Every operand is high and low part of bfloat16, so that a result's own rounding is all that is seen of any.
+    Every operand is high and low part of bfloat16, so that a result has only its own rounding.
     """
 
     outputs_in_scan: bool
@@ -73,7 +73,7 @@ class KeyValueGate(Route):
             blocked = _blocked_scores(call, keys, gates.weak, 1.0)
             values = launch(call, of_values, of_keys, gates, keys, blocked, states, None, output_alone(call))
             output = values.everywhere()["dx"]
-        # With the values' range: found again by other sums, a chunk at the limit might be weak where its scores are needed.
+        # The values' range is kept, too: found again by other sums, a chunk at the limit might count as weakly gated after all.
         saved = {"states": states, "blocked": blocked, "value_gates": gates, "keys": keys}
         return output, final, saved if keep else {}
 

@@ -41,7 +41,7 @@ class Route:
 
     @classmethod
     def covering(cls, plan: Plan) -> Route | None:
-        """The route for a call, if this is the one that it takes when no route before it does."""
+        """The route for a call, or None where it does not cover it. The first of `CHUNKED` that covers a call is taken."""
         raise NotImplementedError
 
     @property
@@ -50,7 +50,7 @@ class Route:
         return self.title
 
     def differentiated(self, *, constant_decay: bool) -> Route:
-        """The route of a call whose gradient will be asked for. constant_decay: that of g_gamma, too."""
+        """The route of a call whose gradient will be asked for. constant_decay: whether that of g_gamma will be, too."""
         return self
 
     def agreed(self, arrays: dict[str, Any], cu_seqlens: Array | None) -> Route:

@@ -78,9 +78,13 @@ def rows_of_axis(
     call: Call, x: Array | None, y: Array, gate: Array, scale: float, *, g: Array | None, g_gamma: Array | None,
     block_decays: bool, low: bool = False, split: int = 1, of_keys: bool = False, done: Array | None = None,
 ) -> GatedRows:  # fmt: skip
-    """Gated rows of an axis; without x only what the states and the axis' own rows need, of_keys: with `KeyRows`.
+    """Gated rows of an axis.
 
-    With a split of 2 rows and scores are high and low part of bfloat16: what is made of them has only its own rounding.
+    Args:
+        x: None leaves only what the states and the axis' own rows need.
+        split: 2 gives rows and scores in high and low part of bfloat16: what is made of them has only its own rounding.
+        of_keys: with `KeyRows`.
+        done: see `weak_rows`.
     """
     plan, H, chunks = call.plan, call.dims[2], call.chunks
     D, count, P = y.shape[3], chunks.count, padded(y.shape[3])

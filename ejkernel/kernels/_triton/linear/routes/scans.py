@@ -12,15 +12,14 @@ import numpy as np
 from ejkernel._device import may_be_split
 from ejkernel._meshes import inside_shard_map
 from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._triton._gluon import HAS_GLUON
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array, Segments, chunk_counts, segment_length
 from ejkernel.kernels._triton.linear._plan import Plan, tile
 from ejkernel.kernels._triton.linear.kernels import rows_scan, segment_starts, state_scan
 
-try:
+if HAS_GLUON:
     from ejkernel.kernels._triton.linear.kernels import wide_scan_warpgroups
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    wide_scan_warpgroups = None  # type: ignore[assignment]
 
 WIDE_SHARED = 202 << 10  # bytes that a program of `scan_rows_wide` takes with two chunks in shared memory
 START_TILE = 1024  # elements of a state that a program of `segment_starts` takes
@@ -169,7 +168,7 @@ def wide_tiles(plan: Plan, key_channels: int) -> bool:
 def _wide_scan(plan: Plan, v: Array, common: dict[str, Any]) -> dict[str, Any]:
     """The kernel that scans wide tiles, and its constants, of those that all scans of gated rows have."""
     whole = plan.K == WIDE_KEYS and plan.V % WIDE_VALUES == 0 and v.dtype == jnp.bfloat16
-    if not (plan.untimed and plan.warpgroups and whole and wide_scan_warpgroups is not None):
+    if not (plan.untimed and plan.warpgroups and whole):
         return {"kernel": rows_scan.scan_rows_wide, "BV": WIDE_VALUES, "STAGES": 2, "num_warps": 8, **common}
     kept = {name: common[name] for name in ("H", "HV", "V", "SIGN", "EVEN", "ADJOINT")}
     return {
@@ -185,13 +184,13 @@ def scan_rows(
     """Outputs of chunks from their gated rows, with the state in registers.
 
     Args:
-        rows: qd, kd, chunk_decay, A and A_low (which may be None) of the kernel; adjoint: q's and k's in each other's place;
-            wide, and where qd is q itself, q_decay.
-        v: the values; adjoint: the output's adjoint.
+        rows: qd, kd, chunk_decay, A and A_low (which may be None) of the kernel. Adjoint: qd and kd in each other's place.
+            Wide, where qd is q itself: also q_decay.
+        v: the values. Adjoint: the output's adjoint.
         output: dtype of the outputs.
         wide: by `scan_rows_wide`.
         keep: keep the states, too.
-        begun: what is done already, whose results are filled up; not wide.
+        begun: the segments that are done already: their results are filled up. Not with `wide`.
     """
     plan, (B, T, H, K, V), chunks = call.plan, call.dims, call.chunks
     chunk_decay = rows["chunk_decay"]
