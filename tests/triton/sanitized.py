@@ -83,6 +83,7 @@ class UntimedCase(Untimed, Case):
 CASES += [
     UntimedCase(("g",), shape=(1, 2100, 1, 1, 64, 64), **BF16),
     UntimedCase(("gk",), shape=(1, 130, 2, 1, 256, 128), cu_seqlens=PACKED, **BF16),
+    UntimedCase(("gk", "gv"), RESETS, shape=(1, 130, 2, 1, 128, 128), cu_seqlens=PACKED, **BF16),
 ]
 
 

@@ -232,10 +232,11 @@ def test_all_other_delta_scans_by_the_portable_kernels():
         assert delta_scans("head", 128, 128, cfg) == portable
 
 
-def gradients_of_keys(gates, K, V, cfg=None, **of_problem) -> set[str]:
-    """What computes the key channels' gradients in the weakly gated chunks of a call."""
+def gradients_of_keys(gates, K, V, cfg=None, untimed=False, **of_problem) -> set[str]:
+    """What computes the gated channels' gradients in the weakly gated chunks of a call."""
     call = problem(gates, K, V, 2000, **of_problem)
-    found = launches(route_of(Plan.of(call, cfg or LinearConfig())), arrays_of(call), call.cu_seqlens)
+    plan = dataclasses.replace(Plan.of(call, cfg or LinearConfig()), untimed=untimed)
+    found = launches(route_of(plan), arrays_of(call), call.cu_seqlens)
     return {launch.name for launch in found.backward if launch.name.startswith("weak_axis")}
 
 
@@ -259,6 +260,46 @@ def test_all_other_gradients_of_gated_keys_by_the_portable_kernel():
         assert gradients_of_keys(("gk",), 128, 128, cfg) == portable
 
 
+def test_gradients_of_gated_keys_and_values_only_where_they_are_asked_for():
+    portable = {"weak_axis"}
+    for K, V in CHANNELS:
+        assert gradients_of_keys(("gk", "gv"), K, V, untimed=True) == {"weak_axis_from_rows_by_warpgroups"}
+        assert gradients_of_keys(("gk", "gv"), K, V) == portable
+    assert gradients_of_keys(("gk",), 128, 128, untimed=True) == {"weak_axis_by_warpgroups"}
+    in_float32 = {"gv": jax.ShapeDtypeStruct((1, 2000, 2, 128), jnp.float32)}
+    one_axis = gradients_of_keys(("gk", "gv"), 128, 128, untimed=True, dtypes=in_float32)
+    assert one_axis == {"weak_axis_from_rows_by_warpgroups", *portable}
+    assert gradients_of_keys(("gk", "gv"), 100, 64, untimed=True) == portable
+    assert gradients_of_keys(("gk", "gv", "g"), 128, 128, untimed=True) == portable
+    assert gradients_of_keys(("gk", "gv"), 128, 128, LinearConfig(block_k=32), untimed=True) == portable
+    for capability in (80, 89, 100, 120):
+        assert gradients_of_keys(("gk", "gv"), 128, 128, untimed=True, capability=capability) == portable
+
+
+def scans_of_keys_and_values(gates, K, V, cfg=None, untimed=True, **of_problem) -> set[str]:
+    """What makes the outputs of a call with gates on keys and values."""
+    call = problem(gates, K, V, 200, **of_problem)  # one segment
+    plan = dataclasses.replace(Plan.of(call, cfg or LinearConfig()), untimed=untimed)
+    found = launches(route_of(plan), arrays_of(call), call.cu_seqlens)
+    return {launch.name for launch in found.forward if "scan" in launch.name}
+
+
+def test_scans_of_gated_keys_and_values_only_where_they_are_asked_for():
+    portable = {"scan_key_value"}
+    for gates in (("gk", "gv"), ("gk", "gv", "g")):
+        assert scans_of_keys_and_values(gates, 128, 128) == {"key_value_scan_by_warpgroups"}
+        assert scans_of_keys_and_values(gates, 128, 128, untimed=False) == portable
+    assert scans_of_keys_and_values(("gk", "gv"), 128, 128, packed=True) == {"key_value_scan_by_warpgroups", *portable}  # ends
+    assert scans_of_keys_and_values(("gk", "gv"), 64, 128) == scans_of_keys_and_values(("gk", "gv"), 128, 100) == portable
+    in_float32 = {"gv": jax.ShapeDtypeStruct((1, 200, 2, 128), jnp.float32)}
+    assert scans_of_keys_and_values(("gk", "gv"), 128, 128, dtypes=in_float32) == portable
+    assert scans_of_keys_and_values(("gk", "gv"), 128, 128, LinearConfig(num_stages=1)) == portable
+    assert scans_of_keys_and_values(("gk", "gv"), 128, 128, capability=100) == portable
+
+
+FOUR_WARPGROUPS = ("head_gate_backward_by_warpgroups", "weak_axis_by_warpgroups", "weak_axis_from_rows_by_warpgroups")
+
+
 @pytest.mark.long
 def test_compiled_for_hopper():
     """Within its shared memory, with all warpgroups, and products that are waited for only where the kernel says so."""
@@ -266,10 +307,11 @@ def test_compiled_for_hopper():
     assert all(found.values())
     for call, launches_of_call in found.items():
         for launch in launches_of_call:
-            if launch["kernel"] in ("head_gate_backward_by_warpgroups", "weak_axis_by_warpgroups"):
-                warpgroups = 4  # one each copies and makes scores, two compute
+            if launch["kernel"] in FOUR_WARPGROUPS:
+                warpgroups = 4  # one each copies and makes scores or sums, two compute
             else:
-                others = 1 if launch["kernel"].startswith(("delta", "wide")) else 2  # warpgroups that copy and make scores
+                # Warpgroups that copy and make scores.
+                others = 1 if launch["kernel"].startswith(("delta", "wide", "key_value")) else 2
                 warpgroups = others + min(launch["values"], 128) // 64
             assert launch["warps"] == 4 * warpgroups, call
             assert not launch["serialized"], call

@@ -37,6 +37,7 @@ LENGTHS = (0, 5, 5, 135, 200, 201)  # an empty sequence, one of a token, one of 
 HEAD_SCAN, HEAD_GRADIENTS = "head_gate_scan_by_warpgroups", "head_gate_backward_by_warpgroups"
 WIDE_SCAN = "wide_scan_by_warpgroups"
 KEY_SCAN, KEY_ENDS, KEY_GRADIENTS = "key_gate_scan_by_warpgroups", "key_gate_segment_ends", "weak_axis_by_warpgroups"
+KEY_AND_VALUE_SCAN, KEY_AND_VALUE_GRADIENTS = "key_value_scan_by_warpgroups", "weak_axis_from_rows_by_warpgroups"
 
 
 def errors_along(case: Case, **of_plan) -> dict[str, float]:
@@ -77,6 +78,41 @@ def test_a_gate_per_key_channel(case, launched):
     errors = errors_along(case)
     assert launched >= {KEY_SCAN, KEY_GRADIENTS}
     assert max(errors.values()) < LINEAR_TOLERANCES["bfloat16"][0], errors
+
+
+KEY_AND_VALUE_GATE = [
+    Case(("gk", "gv"), "resets now and then", (1, 128, 1, 1, 128, 128), **{**KEY, "state": False}),
+    Case(("gk", "gv"), "mild", (1, 70, 2, 1, 64, 128), cu_seqlens=(0, 5, 5, 70), **KEY),
+    Case(("gk", "gv"), "mild", (1, 65, 1, 1, 128, 64), reverse=True, **KEY),
+    Case(("gk", "gv"), "mild", (1, 130, 1, 1, 64, 64), **KEY),
+]
+
+
+@pytest.mark.parametrize("case", KEY_AND_VALUE_GATE, ids=str)
+def test_gates_per_key_and_value_channel(case, launched):
+    """Where kernels that no GPU has timed are asked for. Every operand is high and low part: results round just once."""
+    errors = errors_along(case, untimed=True)
+    assert launched == {KEY_AND_VALUE_GRADIENTS} | ({KEY_AND_VALUE_SCAN} if case.shape[4:] == (128, 128) else set())
+    assert max(errors.values()) < 1.75e-3, errors
+
+
+KEY_AND_VALUE_SCANS = [
+    (Case(("gk", "gv"), "-inf", (1, 70, 1, 1, 128, 128), cu_seqlens=(0, 5, 5, 70), reverse=True, **KEY), None),
+    (Case(("g", "gk", "gv"), "mild", (1, 128, 2, 1, 128, 128), **{**KEY, "state": False}), 1),
+]
+
+
+@pytest.mark.parametrize(("case", "segment"), KEY_AND_VALUE_SCANS, ids=str)
+def test_scans_with_gates_per_key_and_value_channel(case, segment, launched):
+    """Forward alone, whole sequences and in segments."""
+    with on_device(H200):
+        route = route_of(plan_of(case, untimed=True, segment=segment))
+        cu_seqlens = None if case.cu_seqlens is None else jnp.array(case.cu_seqlens)
+        found = jax.block_until_ready(solve_along(route, case.arrays(), cu_seqlens))
+    wanted, _ = value_and_grads(case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, case.cu_seqlens)
+    assert launched == {KEY_AND_VALUE_SCAN}
+    for got, want in zip(found, wanted, strict=True):
+        assert relative_rms(got, want) < 1.75e-3
 
 
 SPLIT = {

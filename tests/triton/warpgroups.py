@@ -39,6 +39,8 @@ CALLS = {  # gates, K, V, tokens, packed
 UNTIMED_CALLS = {  # where kernels that no GPU has timed are asked for
     "g wide untimed": (("g",), 256, 512, 2048, False),
     "gk wide packed untimed": (("gk",), 256, 128, 2000, True),
+    "gk gv untimed": (("gk", "gv"), 128, 128, 2048, False),
+    "gk gv wide values packed untimed": (("gk", "gv"), 64, 128, 2000, True),
 }
 DELTA_CALLS = {  # gate, K, V, tokens, packed
     "delta none": (None, 128, 64, 2000, True),
@@ -88,7 +90,7 @@ def main(names: list[str]) -> None:
         found[name] = [
             {
                 "kernel": launch.name,
-                "values": launch.constants["V"],
+                "values": launch.constants.get("V", 128),  # kernels without it have that many
                 "warps": launch.compile(90).metadata.num_warps,
                 "serialized": serialized(launch),
                 "overwritten": overwritten(launch),

@@ -63,6 +63,12 @@ def copy_rows(
 
 
 @gluon.jit
+def copy_tile(x, slot, row, col, D: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Starts to copy [ROWS, COLUMNS] from (row, col) on of a matrix x [rows, D], of which all are there."""
+    copy_rows(x, slot, row, ROWS, 0, col, 1, D, ROWS, COLUMNS, 1, True)
+
+
+@gluon.jit
 def copy_numbers(x, slot, index, N: gl.constexpr):
     """Starts to copy row `index` of x [rows, N] in float32."""
     copy_async(slot, x + index * N + gl.arange(0, N, gl.BlockedLayout([4], [32], [WARPS], [0])))

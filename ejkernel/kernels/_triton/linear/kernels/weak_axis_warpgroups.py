@@ -42,7 +42,7 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
 
 
 @gluon.jit
-def _chunk_of(i, COUNT, weak, chunks, T, NT, H: gl.constexpr, C: gl.constexpr, SIGN: gl.constexpr):
+def chunk_of(i, COUNT, weak, chunks, T, NT, H: gl.constexpr, C: gl.constexpr, SIGN: gl.constexpr):
     """(token of row 0, rows, 1 if it is computed here, else 0) of chunk i // H in head i % H; asked for a turn ahead."""
     at = gl.minimum(i, COUNT - 1)
     token, rows, _seq = chunk_at(chunks, at // H, T, NT, C, SIGN)
@@ -50,7 +50,7 @@ def _chunk_of(i, COUNT, weak, chunks, T, NT, H: gl.constexpr, C: gl.constexpr, S
 
 
 @gluon.jit
-def _following(slot, phase, wanted, SLOTS: gl.constexpr):
+def following(slot, phase, wanted, SLOTS: gl.constexpr):
     """`next_slot` after a chunk that was wanted. The compiler must not know that a single slot stays the same: it would keep
     all addresses that follow from it, and spill them."""
     if SLOTS == 1:
@@ -75,9 +75,9 @@ def copy_chunks(
     key_phase = 1  # the first wait for a slot finds it empty
     slot = 0
     phase = 1
-    token, rows, wanted = _chunk_of(start, COUNT, weak, chunks, T, NT, H, C, SIGN)
+    token, rows, wanted = chunk_of(start, COUNT, weak, chunks, T, NT, H, C, SIGN)
     for i in range(start, COUNT, step):
-        next_token, next_rows, next_wanted = _chunk_of(i + step, COUNT, weak, chunks, T, NT, H, C, SIGN)
+        next_token, next_rows, next_wanted = chunk_of(i + step, COUNT, weak, chunks, T, NT, H, C, SIGN)
         if wanted != 0:
             head = i % H
             mbarrier.wait(keys_empty.index(key_slot), key_phase)
@@ -100,8 +100,8 @@ def copy_chunks(
                     copy_rows(starts, S_ring.index(part), row, TILE, 0, m * TILE, 1, V, TILE, TILE, 1, True)
                     copy_rows(ends, dS_ring.index(part), row, TILE, 0, m * TILE, 1, V, TILE, TILE, 1, True)
             async_copy.mbarrier_arrive(states_full.index(slot), increment_count=False)
-            key_slot, key_phase = _following(key_slot, key_phase, wanted, KEYS)
-            slot, phase = _following(slot, phase, wanted, VALUES)
+            key_slot, key_phase = following(key_slot, key_phase, wanted, KEYS)
+            slot, phase = following(slot, phase, wanted, VALUES)
         token, rows, wanted = next_token, next_rows, next_wanted
 
 
@@ -129,9 +129,9 @@ def make_scores(
     phase = 0
     place = 0
     turn = 1
-    _token, _rows, wanted = _chunk_of(start, COUNT, weak, chunks, T, NT, H, C, SIGN)
+    _token, _rows, wanted = chunk_of(start, COUNT, weak, chunks, T, NT, H, C, SIGN)
     for i in range(start, COUNT, step):
-        _token, _rows, next_wanted = _chunk_of(i + step, COUNT, weak, chunks, T, NT, H, C, SIGN)
+        _token, _rows, next_wanted = chunk_of(i + step, COUNT, weak, chunks, T, NT, H, C, SIGN)
         if wanted != 0:
             mbarrier.wait(values_full.index(slot), phase)
             M = _product(do_ring, v_ring, slot * TV, slot * TV, TV, layout)  # [C, C]
@@ -145,8 +145,8 @@ def make_scores(
             fence_async_shared()
             warpgroup_barrier()
             mbarrier.arrive(ready.index(place), count=1)
-            slot, phase = _following(slot, phase, wanted, VALUES)
-            place, turn = _following(place, turn, wanted, SCORES)
+            slot, phase = following(slot, phase, wanted, VALUES)
+            place, turn = following(place, turn, wanted, SCORES)
         wanted = next_wanted
 
 
@@ -179,6 +179,59 @@ def _store_turned(
 
 
 @gluon.jit
+def gradients_of_tile(
+    dq, dk, dg, q, k, g, M, M_low, ready, turn, taken, c, fk, aq, ak, everything, onwards, zero, scale, one, token, rows, head,
+    col, H: gl.constexpr, K: gl.constexpr, C: gl.constexpr, SIGN: gl.constexpr, EVEN: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """dq (or None), dk and dg of the channels from `col` on: q, k and g hold theirs, and then the gradients on their way out.
+
+    fk, aq, ak [TILE, C]: as in the formulas, aq and ak of the states alone. everything [TILE]: what dg has of a whole chunk.
+    SCALED: M and aq have the scale already. one: 1, which the compiler does not know.
+    """
+    layout: gl.constexpr = c.type.layout
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    high, low = split_bfloat16(fk)
+    high = gl.convert_layout(high, left)
+    low = gl.convert_layout(low, left)
+    mbarrier.wait(ready, turn)
+    aq = warpgroup_mma(high, M.permute((1, 0)), aq, is_async=True)
+    aq = warpgroup_mma(low, M.permute((1, 0)), aq, is_async=True)
+    aq = warpgroup_mma(high, M_low.permute((1, 0)), aq, is_async=True)
+    fq = q.permute((1, 0)).load(layout).to(gl.float32) * exp2(c)
+    if not SCALED:
+        fq *= scale
+    q_high, q_low = split_bfloat16(fq)
+    q_high = gl.convert_layout(q_high, left)
+    q_low = gl.convert_layout(q_low, left)
+    ak = warpgroup_mma(q_high, M, ak, is_async=True)
+    ak = warpgroup_mma(q_low, M, ak, is_async=True)
+    ak = warpgroup_mma(q_high, M_low, ak, is_async=True)
+    aq, high, low = warpgroup_mma_wait(3, deps=[aq, high, low])
+    c *= one  # so exponentials are made again: there are no registers to keep them
+    aq *= exp2(c)
+    if not SCALED:
+        aq *= scale
+    difference = q.permute((1, 0)).load(layout).to(gl.float32) * aq
+    if dq is not None:
+        _store_turned(dq, aq, q, token, rows, head, col, H, K, C, SIGN, EVEN)
+    ak, q_high, q_low = warpgroup_mma_wait(0, deps=[ak, q_high, q_low])
+    warpgroup_barrier()
+    mbarrier.arrive(taken, count=1)
+    ak *= exp2(-c)
+    # A pair of rows counts at both, by products that differ by 2^-17: in sums over both that is all that is left of it.
+    difference -= k.permute((1, 0)).load(layout).to(gl.float32) * ak
+    high, low = split_bfloat16(difference)
+    high = gl.convert_layout(high, left)
+    low = gl.convert_layout(low, left)
+    found = warpgroup_mma(high, onwards, zero, use_acc=False, is_async=True)
+    found = warpgroup_mma(low, onwards, found, is_async=True)
+    _store_turned(dk, ak, k, token, rows, head, col, H, K, C, SIGN, EVEN)
+    found, high, low = warpgroup_mma_wait(0, deps=[found, high, low])
+    found += everything[:, None]
+    _store_turned(dg, found, g, token, rows, head, col, H, K, C, SIGN, EVEN)
+
+
+@gluon.jit
 def make_gradients(
     dq, dk, dg, weak, chunks, rings, barriers, start, step, scale, COUNT, T, NT,
     PART: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, SIGN: gl.constexpr,
@@ -195,7 +248,6 @@ def make_gradients(
     from_middle, onwards = sums
     keys_full, keys_empty, values_full, states_full, values_empty, ready, taken = barriers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     own = gl.arange(0, TILE, gl.SliceLayout(1, layout))[:, None]
     row = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
     zero = gl.zeros([TILE, C], gl.float32, layout)
@@ -207,9 +259,9 @@ def make_gradients(
     turn = 0
     one = 1.0 + scale * 0.0  # which the compiler does not know
     others = PART * (2 - TK)  # chunks of the other warpgroup to come before the next one of this
-    token, rows, wanted = _chunk_of(start, COUNT, weak, chunks, T, NT, H, C, SIGN)
+    token, rows, wanted = chunk_of(start, COUNT, weak, chunks, T, NT, H, C, SIGN)
     for i in range(start, COUNT, step):
-        next_token, next_rows, next_wanted = _chunk_of(i + step, COUNT, weak, chunks, T, NT, H, C, SIGN)
+        next_token, next_rows, next_wanted = chunk_of(i + step, COUNT, weak, chunks, T, NT, H, C, SIGN)
         if wanted != 0:
             if others == 0:
                 head = i % H
@@ -235,53 +287,23 @@ def make_gradients(
                 aq *= (half * scale)[:, None]
                 ak *= half[:, None]
                 everything += gl.sum(fk * ak, 1)
-                high, low = split_bfloat16(fk)
-                high = gl.convert_layout(high, left)
-                low = gl.convert_layout(low, left)
-                M = high_ring.index(place)
-                M_low = low_ring.index(place)
-                mbarrier.wait(ready.index(place), turn)
-                aq = warpgroup_mma(high, M.permute((1, 0)), aq, is_async=True)
-                aq = warpgroup_mma(low, M.permute((1, 0)), aq, is_async=True)
-                aq = warpgroup_mma(high, M_low.permute((1, 0)), aq, is_async=True)
-                q_high, q_low = split_bfloat16(q.permute((1, 0)).load(layout).to(gl.float32) * exp2(c))
-                q_high = gl.convert_layout(q_high, left)
-                q_low = gl.convert_layout(q_low, left)
-                ak = warpgroup_mma(q_high, M, ak, is_async=True)
-                ak = warpgroup_mma(q_low, M, ak, is_async=True)
-                ak = warpgroup_mma(q_high, M_low, ak, is_async=True)
-                aq, high, low = warpgroup_mma_wait(3, deps=[aq, high, low])
-                c *= one  # so exponentials are made again: there are no registers to keep them
-                aq *= exp2(c)
-                difference = q.permute((1, 0)).load(layout).to(gl.float32) * aq
-                _store_turned(dq, aq, q, token, rows, head, OWN * TILE, H, K, C, SIGN, EVEN)
-                ak, q_high, q_low = warpgroup_mma_wait(0, deps=[ak, q_high, q_low])
-                warpgroup_barrier()
-                mbarrier.arrive(taken.index(place), count=1)
-                ak *= exp2(-c)
-                # A pair of rows counts at both, by products that differ by 2^-17: in sums over both that is all that is left.
-                difference -= k.permute((1, 0)).load(layout).to(gl.float32) * ak
-                high, low = split_bfloat16(difference)
-                high = gl.convert_layout(high, left)
-                low = gl.convert_layout(low, left)
-                found = warpgroup_mma(high, onwards, zero, use_acc=False, is_async=True)
-                found = warpgroup_mma(low, onwards, found, is_async=True)
-                _store_turned(dk, ak, k, token, rows, head, OWN * TILE, H, K, C, SIGN, EVEN)
-                found, high, low = warpgroup_mma_wait(0, deps=[found, high, low])
-                found += everything[:, None]
-                _store_turned(dg, found, g, token, rows, head, OWN * TILE, H, K, C, SIGN, EVEN)
+                gradients_of_tile(
+                    dq, dk, dg, q, k, g, high_ring.index(place), low_ring.index(place), ready.index(place), turn,
+                    taken.index(place), c, fk, aq, ak, everything, onwards, zero, scale, one, token, rows, head, OWN * TILE, H,
+                    K, C, SIGN, EVEN, True,
+                )  # fmt: skip
                 warpgroup_barrier()
                 mbarrier.arrive(keys_empty.index(key_slot), count=1)
             if TK == 1:
                 others = 1 - others
-            key_slot, key_phase = _following(key_slot, key_phase, wanted, KEYS)
-            slot, phase = _following(slot, phase, wanted, VALUES)
-            place, turn = _following(place, turn, wanted, SCORES)
+            key_slot, key_phase = following(key_slot, key_phase, wanted, KEYS)
+            slot, phase = following(slot, phase, wanted, VALUES)
+            place, turn = following(place, turn, wanted, SCORES)
         token, rows, wanted = next_token, next_rows, next_wanted
 
 
 @gluon.jit
-def _matrices(C: gl.constexpr):
+def matrices(C: gl.constexpr):
     """Two [C, C]: half of what is before and at a row less half of what is after, and all from a row on."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
@@ -294,14 +316,14 @@ def _matrices(C: gl.constexpr):
 
 
 @gluon.jit
-def _tiles(SLOTS: gl.constexpr):
+def tiles(SLOTS: gl.constexpr):
     """[SLOTS, TILE, TILE]; a chunk has as many rows."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], gl.bfloat16)
     return gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TILE, TILE], layout)
 
 
 @gluon.jit
-def _barriers(SLOTS: gl.constexpr, COUNT: gl.constexpr):
+def barriers_of(SLOTS: gl.constexpr, COUNT: gl.constexpr):
     found = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(found.index(i), count=COUNT)
@@ -326,13 +348,13 @@ def weak_axis_by_warpgroups(
     start = gl.program_id(0)
     step = gl.num_programs(0)
     TV: gl.constexpr = V // TILE
-    key_rings = (_tiles(KEYS * TK), _tiles(KEYS * TK), _tiles(KEYS * TK))
-    value_rings = (_tiles(VALUES * TV), _tiles(VALUES * TV), _tiles(VALUES * TK * TV), _tiles(VALUES * TK * TV))
-    score_rings = (_tiles(SCORES), _tiles(SCORES))
-    rings = (key_rings, value_rings, score_rings, _matrices(C))
+    key_rings = (tiles(KEYS * TK), tiles(KEYS * TK), tiles(KEYS * TK))
+    value_rings = (tiles(VALUES * TV), tiles(VALUES * TV), tiles(VALUES * TK * TV), tiles(VALUES * TK * TV))
+    score_rings = (tiles(SCORES), tiles(SCORES))
+    rings = (key_rings, value_rings, score_rings, matrices(C))
     barriers = (
-        _barriers(KEYS, 32 * WARPS), _barriers(KEYS, TK), _barriers(VALUES, 32 * WARPS), _barriers(VALUES, 32 * WARPS),
-        _barriers(VALUES, TK + 1), _barriers(SCORES, 1), _barriers(SCORES, TK),
+        barriers_of(KEYS, 32 * WARPS), barriers_of(KEYS, TK), barriers_of(VALUES, 32 * WARPS), barriers_of(VALUES, 32 * WARPS),
+        barriers_of(VALUES, TK + 1), barriers_of(SCORES, 1), barriers_of(SCORES, TK),
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -30,6 +30,7 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     WARPS,
     copy_numbers,
     copy_rows,
+    copy_tile,
     next_slot,
     store_turned,
     warpgroup_barrier,
@@ -57,15 +58,15 @@ def copy_chunks(
         for i in gl.static_range(2):
             part = q_ring.index(slot * 2 + i)
             if q_decay is None:
-                copy_rows(qd, part, index * C, C, 0, i * HALF, 1, KEYS, C, HALF, 1, True)
+                copy_tile(qd, part, index * C, i * HALF, KEYS, C, HALF)
             else:
                 copy_rows(qd, part, token, rows, head, i * HALF, H, KEYS, C, HALF, SIGN, EVEN)
-            copy_rows(kd, k_ring.index(slot * 2 + i), index * C, C, 0, i * HALF, 1, KEYS, C, HALF, 1, True)
+            copy_tile(kd, k_ring.index(slot * 2 + i), index * C, i * HALF, KEYS, C, HALF)
             part = v_ring.index(slot * 2 + i)
             copy_rows(v, part, token, rows, head // (H // HV), col + i * TILE, HV, V, C, TILE, SIGN, EVEN)
-        copy_rows(A, score_ring.index(slot), index * C, C, 0, 0, 1, C, C, C, 1, True)
+        copy_tile(A, score_ring.index(slot), index * C, 0, C, C, C)
         if A_low is not None:
-            copy_rows(A_low, low_ring.index(slot), index * C, C, 0, 0, 1, C, C, C, 1, True)
+            copy_tile(A_low, low_ring.index(slot), index * C, 0, C, C, C)
         copy_numbers(chunk_decay, decay_ring.index(slot), index, KEYS)
         if q_decay is not None:
             copy_numbers(q_decay, q_decay_ring.index(slot), index, C)

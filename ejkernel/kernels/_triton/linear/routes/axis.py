@@ -23,7 +23,7 @@ from ejkernel.kernels._triton.linear.routes.route import Gradients
 from ejkernel.kernels._triton.linear.routes.rows import GatedRows, GateRange
 
 if HAS_GLUON:
-    from ejkernel.kernels._triton.linear.kernels import weak_axis_warpgroups
+    from ejkernel.kernels._triton.linear.kernels import weak_axis_from_rows, weak_axis_warpgroups
 
 Outputs = dict[str, jax.ShapeDtypeStruct | None]  # dx, dy, dg
 # (K, V): slots of keys, values and scores that fit into Hopper's shared memory. With 64 key channels two warpgroups take turns.
@@ -118,16 +118,20 @@ class AxisLaunch:
 
     def everywhere(self) -> dict[str, Array]:
         """dx, dy, dg: first in the weakly gated chunks, then in the others."""
-        return self.elsewhere(self._weak_by_warpgroups() if self._covered_by_warpgroups else self._weak())
+        if not self._covered_by_warpgroups:
+            return self.elsewhere(self._weak())
+        return self.elsewhere(self._weak_by_warpgroups() if self.other_rows is None else self._weak_from_rows_by_warpgroups())
 
     @property
     def _covered_by_warpgroups(self) -> bool:
-        """Whether `weak_axis_by_warpgroups` computes this: gradients on Hopper where keys alone have a gate, all in bfloat16,
-        and no configuration names other tiles."""
+        """Whether a kernel by warpgroups computes this: gradients on Hopper of gates per channel alone, all in bfloat16, and no
+        configuration names other tiles."""
         call, own, other = self.call, self.own, self.other
         plan = call.plan
-        covered = plan.warpgroups and plan.gates == {"gk"} and not (plan.named_scan_tiles or plan.block_k)
-        asked = own.of_keys and all(x is not None for x in self.out.values()) and (plan.K, plan.V) in SLOTS
+        # `weak_axis_from_rows_by_warpgroups` was not timed yet.
+        gates = plan.gates == {"gk"} or (plan.untimed and plan.gates == {"gk", "gv"})
+        covered = plan.warpgroups and gates and not (plan.named_scan_tiles or plan.block_k)
+        asked = self.out["dy"] is not None and self.out["dg"] is not None and (plan.K, plan.V) in SLOTS
         arrays = (own.x, own.y, own.gate, other.x, other.y)
         return covered and asked and all(x is not None and x.dtype == jnp.bfloat16 for x in arrays)
 
@@ -145,6 +149,23 @@ class AxisLaunch:
             HQ=heads(own.x), HK=heads(own.y), HG=heads(own.gate), HV=heads(other.y), K=plan.K, V=plan.V, C=plan.C,
             SIGN=plan.sign, EVEN=chunks.even, KEYS=keys, VALUES=values, SCORES=scores, COPY_REGISTERS=40, SCORE_REGISTERS=72,
             GRADIENT_REGISTERS=200,
+        )  # fmt: skip
+
+    def _weak_from_rows_by_warpgroups(self) -> dict[str, Array]:
+        call, own, rows = self.call, self.own, self.other_rows
+        assert rows is not None
+        plan, chunks, H = call.plan, call.chunks, call.dims[2]
+        count = chunks.count * H
+        return triton_call(
+            arguments={
+                "x": own.x, "y": own.y, "g": own.gate, "x2": rows.xd, "y2": rows.yd, "A2": rows.scores,
+                "A2_low": rows.scores_low, "chunk_decay2": rows.chunk_decay, "starts": self.starts, "ends": self.ends,
+                "weak": self.gates.weak, "scale": own.scale, "COUNT": count, **chunks.arguments,
+            },
+            out_shape=self.out, kernel=weak_axis_from_rows.weak_axis_from_rows_by_warpgroups,
+            grid=(min(MULTIPROCESSORS, count),), H=H, HX=heads(own.x), HY=heads(own.y), HG=heads(own.gate),
+            D=own.y.shape[3], D2=self.other.y.shape[3], C=plan.C, SIGN=plan.sign, EVEN=chunks.even, TURNED=not own.of_keys,
+            COPY_REGISTERS=40, PASSED_REGISTERS=72, GRADIENT_REGISTERS=200,
         )  # fmt: skip
 
     def _weak(self) -> dict[str, Array]:

@@ -6,9 +6,11 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._triton._gluon import HAS_GLUON
 from ejkernel.kernels._triton.linear._call import Call, heads, shape, states_in_chunks
 from ejkernel.kernels._triton.linear._chunks import Array, Segments
 from ejkernel.kernels._triton.linear._plan import Plan, gate_parts, tile
@@ -24,6 +26,9 @@ from ejkernel.kernels._triton.linear.routes.axis import (
 from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
 from ejkernel.kernels._triton.linear.routes.rows import GatedRows, GateRange, rows_of_keys, rows_of_values
 from ejkernel.kernels._triton.linear.routes.scans import Ends
+
+if HAS_GLUON:
+    from ejkernel.kernels._triton.linear.kernels import key_value_warpgroups
 
 OUTPUTS_SHARED = 202 << 10  # bytes that a program of `scan_key_value` takes
 CHANGES: Changes = (
@@ -123,10 +128,23 @@ class KeyValueGate(Route):
             "o": shape((B, T, H, V), plan.output), "final": shape((call.sequences, H, K, V), np.float32),
             "states": shape((chunks.count, H, 2, K, V), plan.operand), "segment_decay": None, "segment_decay_v": None,
         }  # fmt: skip
+        if _scanned_by_warpgroups(plan, v, gv):
+            names = ("H", "HV", "HG", "SIGN", "EVEN", "KEEP", "grid")
+            out = {name: out[name] for name in ("o", "final", "states")}
+            common = {
+                **{name: common[name] for name in names}, "kernel": key_value_warpgroups.key_value_scan_by_warpgroups,
+                "C": plan.C, "COPY_REGISTERS": 56, "VALUE_REGISTERS": 224,
+            }  # fmt: skip
         return triton_call(arguments={**arguments, **before}, out_shape=out, **common)
 
     def changes(self) -> Changes:
         return CHANGES
+
+
+def _scanned_by_warpgroups(plan: Plan, v: Array, gv: Array) -> bool:
+    """Whether `key_value_scan_by_warpgroups`, which was not timed yet, makes the outputs and states."""
+    asked = plan.untimed and plan.warpgroups and not plan.named_scan_tiles
+    return asked and plan.K == plan.V == 128 and v.dtype == gv.dtype == jnp.bfloat16
 
 
 def _gates_of_values(call: Call) -> GateRange:
