@@ -76,20 +76,30 @@ class ValueCheck:
 
     def mistake(self) -> str | None:
         """The mistake, for an argument whose values are known."""
-        return self.judged(*map(np.asarray, self.measured()))
+        with _unwatched():
+            return self.judged(*map(np.asarray, self.measured()))
 
     def make(self) -> None:
         """Raises ValueError where there is a mistake: at once where values are known, else when the program runs."""
-        measured = self.measured()
+        with _unwatched():
+            measured = self.measured()
         if any(isinstance(x, jax.core.Tracer) for x in measured):
             jax.debug.callback(self._raise, *measured)
         else:
             self._raise(*measured)
 
     def _raise(self, *measured: Any) -> None:
-        message = self.judged(*map(np.asarray, measured))
+        with _unwatched():
+            message = self.judged(*map(np.asarray, measured))
         if message is not None:
             raise ValueError(message)
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Inside, JAX watches neither transfers nor what is not finite: such settings are for a program, not for a look at it."""
+    with jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
+        yield
 
 
 def extreme(array: Any, distance: Callable[[Any], Any]) -> tuple[Any, ...]:

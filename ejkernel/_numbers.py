@@ -77,6 +77,9 @@ def as_array(argument: str, value: Any) -> jax.Array:
         return value
     if isinstance(value, (str, bytes)):
         raise TypeError(f"{argument} must be an array; got {value!r}.")
+    if isinstance(value, jax.ShapeDtypeStruct):
+        hint = "jax.eval_shape calls a function on shapes alone."
+        raise TypeError(f"{argument} must be an array; got {value}, which has no values. {hint}")
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as problem:

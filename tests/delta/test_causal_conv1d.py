@@ -202,12 +202,38 @@ def test_symbolic_sizes_can_be_exported():
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+def test_an_open_width_is_refused():
+    (width,) = jax.export.symbolic_shape("w")
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    with pytest.raises(ValueError, match=r"weight must have a known width, .*; got \[w, 3\]"):
+        jax.export.export(jax.jit(causal_conv1d))(of(1, 6, 3), of(width, 3))
+
+
+class Held:
+    """An array as a variable of a module library holds it."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __jax_array__(self):
+        return self.array
+
+
+def test_arrays_that_variables_hold():
+    arrays, offsets = arguments((4, 0, 5))
+    run = lambda arrays, offsets: causal_conv1d(**arrays, cu_seqlens=offsets)
+    held = {name: Held(x) for name, x in arrays.items()}
+    np.testing.assert_array_equal(run(held, Held(jnp.asarray(offsets))), run(arrays, offsets))
+    jax.jit(lambda offsets: run(held, Held(offsets)))(jnp.asarray(offsets))
+
+
 one = lambda *shape, dtype=jnp.float32: jnp.ones(shape, dtype)
 right = {"x": one(2, 6, 3), "weight": one(4, 3)}
 WRONG = [
     ({"x": one(6, 3)}, ValueError, "x must be [batch, time, channels] (rank 2 needs cu_seqlens); got [6, 3]."),
     ({"x": one(2, 6, 3, dtype=jnp.int32)}, TypeError, "x must be float32, bfloat16, float16 or float64; got int32."),
     ({"x": None}, TypeError, "x must be an array; got None."),
+    ({"x": jax.ShapeDtypeStruct((2, 6, 3), jnp.float32)}, TypeError, "which has no values. jax.eval_shape calls a function"),
     ({"weight": one(3, 4)}, ValueError, "weight must be [width, 3] (taps from the oldest to the current token, channels)"),
     ({"weight": one(0, 3)}, ValueError, "got [0, 3]."),
     ({"bias": one(4)}, ValueError, "bias must be [3] (channels) to match x; got [4]."),

@@ -32,6 +32,7 @@ WRONG = [
     (dense | {"beta": one(B, T, H, dtype=jnp.int32)}, TypeError, "beta must be float32"),
     (dense | {"g": one(B, T, Hk)}, ValueError, "g must be [2, 6, 4] (batch, time, value heads) or [2, 6, 4, 8] (..., key channels)"),
     (dense | {"g": one(B, T, H, V)}, ValueError, "got [2, 6, 4, 5]."),
+    (dense | {"g": one(B, T, H, 1)}, ValueError, "got [2, 6, 4, 1]. A gate per head goes in as g[..., 0]."),
     (dense | {"initial_state": one(H, K, V)}, ValueError, "initial_state must be [2, 4, 8, 5]"),
     (dense | {"cu_seqlens": jnp.array([0, T])}, ValueError, "query must have a batch of 1 when cu_seqlens packs the sequences"),
     (dense | {"cu_seqlens": jnp.array([0, T]), "initial_state": one(B, H, K, V)}, ValueError, "query must have a batch of 1"),

@@ -228,6 +228,20 @@ def test_without_it_good_gates_and_traced_ones_are_silent():
         jax.jit(lambda q: gla_attention(q, x, x, x, softmax_scale=2.0))(x)
 
 
+def test_what_jax_watches_in_a_program_is_not_watched_in_the_look_at_its_values():
+    """A first call that is not jitted, with transfers forbidden: numbers of the look are the library's own."""
+    x = jnp.ones((1, 15, 1, 3))  # likewise
+    gates = -x
+    with jax.transfer_guard("disallow"):
+        first = gla_attention(x, x, x, gates)
+    np.testing.assert_array_equal(first, gla_attention(x, x, x, gates))
+    resets, wrong = jnp.full_like(x, -jnp.inf), jnp.full_like(x, jnp.inf)
+    with jax.debug_infs(True), check_values():
+        gla_attention(x, x, x, resets)
+        with pytest.raises(ValueError, match=r"g is inf at \[0, 0, 0, 0\]"):
+            gla_attention(x, x, x, wrong)
+
+
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)])
 def test_the_extreme_value_and_where_it_is(shape):
     x = np.random.default_rng(0).permutation(np.prod(shape)).reshape(shape).astype(np.float32)

@@ -59,8 +59,9 @@ def gate(dims: Dims, g: Any, packed_rank3: bool) -> jax.Array | None:
     per_head = (dims.T, dims.H) if packed_rank3 else (dims.B, dims.T, dims.H)
     if array.shape not in (per_head, (*per_head, dims.K)):
         names = "tokens, value heads" if packed_rank3 else "batch, time, value heads"
+        hint = " A gate per head goes in as g[..., 0]." if array.shape == (*per_head, 1) else ""
         raise ValueError(
             f"g must be {list(per_head)} ({names}) or {[*per_head, dims.K]} (..., key channels) to match value and key; "
-            f"got {list(array.shape)}."
+            f"got {list(array.shape)}.{hint}"
         )
     return array[None] if packed_rank3 else array

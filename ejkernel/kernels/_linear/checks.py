@@ -139,7 +139,9 @@ def cu_seqlens(cu: Any, q: jax.Array) -> jax.Array | None:
 
 def offsets(cu: Any) -> jax.Array | np.ndarray:
     """`cu_seqlens` as an array; lists of ints are taken too, as numpy's, whose values stay known under `jit`."""
-    return cu if isinstance(cu, (jax.Array, np.ndarray)) else as_numpy("cu_seqlens", cu)
+    if isinstance(cu, (jax.Array, np.ndarray)):
+        return cu
+    return as_array("cu_seqlens", cu) if hasattr(cu, "__jax_array__") else as_numpy("cu_seqlens", cu)
 
 
 def offsets_in_order(array: jax.Array | np.ndarray, tokens: int) -> None:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from ejkernel._checking import checking
 from ejkernel._device import device_of
 from ejkernel._numbers import as_flag
+from ejkernel._sizes import known
 from ejkernel.kernels._linear import checks
 from ejkernel.kernels._linear.checks import float_array
 from ejkernel.kernels._triton.causal_conv1d import covers
@@ -102,6 +103,8 @@ def _by_triton(activation: str | None, arrays: dict[str, Array], offsets: Array 
 
 def _checked_weights(x: Array, weight: Any, bias: Any) -> tuple[Array, Array | None]:
     weight, channels = float_array("weight", weight), x.shape[2]
+    if not known(*weight.shape[:1]):
+        raise ValueError(f"weight must have a known width, since each tap is a product of its own; got {list(weight.shape)}.")
     if weight.ndim != 2 or weight.shape[1] != channels or weight.shape[0] < 1:
         raise ValueError(
             f"weight must be [width, {channels}] (taps from the oldest to the current token, channels) to match x, "

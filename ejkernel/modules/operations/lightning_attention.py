@@ -38,7 +38,9 @@ def lightning_attention(
 ) -> Float[Array, "*batch T H V"] | OutputAndState:
     """Linear attention with a constant decay per head: h_t = exp(gamma) * h_{t-1} + k_t^T v_t, o_t = softmax_scale * q_t h_t.
 
-    gamma = -(8 / H * (1 - layer_idx / num_layers)) * arange(H): head 0 keeps everything, deeper layers keep more.
+    gamma = -(8 / H * (1 - layer_idx / num_layers)) * arange(H): head 0 keeps everything, deeper layers keep more. H counts the
+    heads of this call. Inside `jax.shard_map` over heads that is a shard's own, whose decays would be others: `gla_attention`
+    takes the right ones as `g_gamma` ("Several devices" in the documentation).
 
     Args:
         query: `[B, T, H, K]`, or `[tokens, H, K]` when packed by `cu_seqlens`.
