@@ -93,7 +93,7 @@ def bench(
     else:
         settings = Settings(_directions(direction), seconds, not no_error, strong_gates)
         operations, platforms = chosen_operations(op), chosen_platforms(platform)
-        rivals = chosen_rivals(words(compare), operations)
+        rivals = chosen_rivals(words("--compare", compare), operations)
         calls = _calls(operations, shapes, lengths, gates, dtype)
         if strong_gates:
             refuse_without_gates("--strong-gates", operations)
@@ -140,10 +140,10 @@ def _calls(
     from ejkernel._device import backend_of, default_device
 
     backend, tokens, named = backend_of(default_device()), _lengths(lengths), chosen_gates(gates, operations)
-    kind = next(iter(chosen_dtypes([dtype] if dtype else None)), None)
+    kind = next(iter(chosen_dtypes(None if dtype is None else [dtype])), None)
     calls: list[tuple[Operation, Any]] = []
     for op in operations:
-        texts = words(shapes) or op.usual_shapes(backend)
+        texts = words("--shapes", shapes) or op.usual_shapes(backend)
         asked = [shape_of(op, text, named, kind or op.usual_dtype(backend)) for text in texts]
         at_lengths = [dataclasses.replace(shape, time=time) for shape in asked for time in tokens or [shape.time]]
         calls += [(op, shape) for shape in dict.fromkeys(at_lengths)]
@@ -153,7 +153,7 @@ def _calls(
 
 
 def _lengths(text: str | None) -> list[int]:
-    found = words([text] if text else None)
+    found = words("--lengths", None if text is None else [text])
     if any(not word.isdigit() or int(word) < 1 for word in found):
         wrong_use(f"--lengths must be positive whole numbers separated by commas; got {text!r}.")
     return [int(word) for word in found]

@@ -228,7 +228,7 @@ def _folder(cache_dir: Path | None) -> Path:
 def _op_ids(op: Sequence[str] | None, others: Sequence[str]) -> list[str]:
     """The ids that `--op` names, of our operations or of `others` (a user's own kernels)."""
     known = {*(one.op_id for one in records()), *others}
-    op_ids = [name for word in words(op) for name in _ids_of(word, known)]
+    op_ids = [name for word in words("--op", op) for name in _ids_of(word, known)]
     unknown = [name for name in op_ids if name not in known]
     if unknown:
         legal = ", ".join(sorted({name_of(name) for name in known}))
@@ -262,6 +262,8 @@ def _named(entries: Sequence[Entry], op_ids: Sequence[str]) -> list[Entry]:
 def _with_ids(entries: Sequence[Entry], ids: Sequence[str]) -> list[Entry]:
     chosen: list[Entry] = []
     for wanted in ids:
+        if not wanted:  # every id begins with nothing
+            wrong_use("an id was given with nothing in it; `ejkernel cache list --all` shows the ids.")
         found = [entry for entry in entries if entry.id.startswith(wanted.lower())]
         if not found:
             wrong_use(f"no entry's id begins with {wanted!r}; `ejkernel cache list --all` shows the ids.")

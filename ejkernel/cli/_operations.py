@@ -21,14 +21,20 @@ def name_of(op_id: str) -> str:
     return op_id if record is None else record.name
 
 
-def words(values: Sequence[str] | None) -> list[str]:
-    """The words of an option that may be repeated or hold several, separated by commas."""
-    return [word.strip() for value in values or () for word in value.split(",") if word.strip()]
+def words(option: str, values: Sequence[str] | None) -> list[str]:
+    """The words of an option that may be repeated or hold several, separated by commas.
+
+    Left out, an option often means everything. Given empty, as an unset variable of a shell gives it, it means nothing.
+    """
+    found = [word.strip() for value in values or () for word in value.split(",") if word.strip()]
+    if values and not found:
+        wrong_use(f"{option} was given with nothing in it; name what it is for, or leave it out.")
+    return found
 
 
 def chosen_operations(values: Sequence[str] | None) -> list[Operation]:
     """The operations that an option names; all where it names none."""
-    named = words(values)
+    named = words("--op", values)
     unknown = [word for word in named if find(word) is None]
     if unknown:
         hints = "".join(f" {_operation_hint(word)}" for word in unknown if _operation_hint(word))
@@ -53,7 +59,7 @@ def chosen_platforms(values: Sequence[str] | None, auto: bool = True) -> list[st
     Args:
         auto: whether "auto" is one of them.
     """
-    named = words(values)
+    named = words("--platform", values)
     legal = [*map(str, Platform), *(["auto"] if auto else [])]
     unknown = [word for word in named if word not in legal]
     if unknown:
@@ -63,7 +69,7 @@ def chosen_platforms(values: Sequence[str] | None, auto: bool = True) -> list[st
 
 def chosen_dtypes(values: Sequence[str] | None, legal: Sequence[str] = DTYPES) -> list[str]:
     """The dtypes that an option names; none where it names none."""
-    named = words(values)
+    named = words("--dtype", values)
     unknown = [word for word in named if word not in legal]
     if unknown:
         wrong_use(f"--dtype must be one of {', '.join(legal)}; got {', '.join(map(repr, unknown))}.{dtype_hint(unknown)}")
@@ -76,7 +82,7 @@ def chosen_gates(text: str | None, operations: Sequence[Operation]) -> tuple[str
         return None
     refuse_without_gates("--gates", operations)
     legal = list(dict.fromkeys(gate for op in operations for gate in op.legal_gates))
-    named = () if text == "none" else tuple(part for word in words([text]) for part in word.split("+"))
+    named = () if text == "none" else tuple(part for word in words("--gates", [text]) for part in word.split("+"))
     unknown = [word for word in named if word not in legal]
     if unknown:
         wrong_use(f"--gates must be of {', '.join(legal)}, or none; got {', '.join(map(repr, unknown))}.{gate_hint(unknown)}")
@@ -104,7 +110,7 @@ def shape_of(op: Operation, text: str, gates: tuple[str, ...] | None, dtype: str
 
 def load_modules(values: Sequence[str] | None) -> None:
     """Imports modules that register operations or implementations of their own."""
-    for name in words(values):
+    for name in words("--load", values):
         try:
             importlib.import_module(name)
         except ImportError as problem:

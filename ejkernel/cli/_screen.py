@@ -18,18 +18,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+_LEAST_WIDTH = 60  # narrower ones leave nothing of a table; a terminal that does not know its own says 0
 _BAR = 10  # characters; the rest of the line is for what is being done
 INTERRUPTED = 130  # the exit code of a command that was stopped by Ctrl-C
 
 
 def screen() -> Console:
     """Standard output, as wide as the terminal (or `COLUMNS`); 80 where it is neither."""
-    return Console(highlight=False)
+    return _wide_enough(Console(highlight=False))
 
 
 def side() -> Console:
     """Standard error: progress, warnings, errors."""
-    return Console(stderr=True, highlight=False)
+    return _wide_enough(Console(stderr=True, highlight=False))
+
+
+def _wide_enough(console: Console) -> Console:
+    console.width = max(console.width, _LEAST_WIDTH)
+    return console
 
 
 def print_json(content: Any) -> None:

@@ -164,21 +164,22 @@ def _jobs(
     platform: str | None,
 ) -> list[Job]:
     """Every distinct call that is asked for, in order."""
-    where = next((name for name in chosen_platforms([platform] if platform else None) if name != "auto"), None)
+    where = next((name for name in chosen_platforms(None if platform is None else [platform]) if name != "auto"), None)
     operations = chosen_operations(op)
-    named, kind = chosen_gates(gates, operations), (chosen_dtypes([dtype]) if dtype else ["float32"])[0]
+    named, kind = chosen_gates(gates, operations), (chosen_dtypes(None if dtype is None else [dtype]) or ["float32"])[0]
     _refuse_idle_options(op, shapes, file, recorded, {"--gates": gates, "--dtype": dtype, "--platform": platform})
     jobs: list[Job] = []
-    if words(shapes):
-        if not words(op) and len(operations) > 1:
+    texts = words("--shapes", shapes)
+    if texts:
+        if not op and len(operations) > 1:
             wrong_use("--shapes needs --op: which operation is called with these shapes?")
         for one in operations:
-            jobs += [job for text in words(shapes) for job in _job(one, text, named, kind, where)]
+            jobs += [job for text in texts for job in _job(one, text, named, kind, where)]
     if file is not None:
         jobs += _from_file(file, named, kind, where)
     if recorded is not None:
-        jobs += _from_record(recorded, [one.op_id for one in operations] if words(op) else None)
-    if not words(shapes) and file is None and recorded is None:
+        jobs += _from_record(recorded, [one.op_id for one in operations] if op else None)
+    if not texts and file is None and recorded is None:
         backend = backend_of(default_device())
         jobs += [job for one in operations for text in one.usual_shapes(backend) for job in _job(one, text, named, kind, where)]
     return list({(job.label, job.reason) if job.invocation is None else job.invocation.key: job for job in jobs}.values())
@@ -186,10 +187,10 @@ def _jobs(
 
 def _refuse_idle_options(op: Any, shapes: Any, file: Any, recorded: Any, of_shapes: dict[str, str | None]) -> None:
     """Exits where an option would change nothing."""
-    if file is not None and words(op) and not words(shapes) and recorded is None:
+    if file is not None and op and not shapes and recorded is None:
         wrong_use("--op does not go together with --file, whose lines name their operations.")
     idle = [name for name, value in of_shapes.items() if value]
-    if recorded is not None and idle and file is None and not words(shapes):
+    if recorded is not None and idle and file is None and not shapes:
         wrong_use(f"--recorded tunes the calls as they were made; it does not go together with {', '.join(idle)}.")
 
 

@@ -59,8 +59,8 @@ class Executor:
             *args, **kwargs: pytrees; their arrays are data, all other leaves are static and must be hashable.
             _cfg: an explicit configuration; it wins over everything and is used as given.
         """
-        if isinstance(kernel, type):
-            raise TypeError(f"kernel must be an instance; got the class {kernel.__name__} itself: call {kernel.__name__}().")
+        if not isinstance(kernel, Kernel):
+            raise _no_kernel(kernel)
         args, kwargs = kernel.prepare(*with_arrays_of_others(args, kwargs))
         if collecting.current() is not None:
             return self._listed(kernel, args, kwargs, _cfg)
@@ -115,6 +115,13 @@ class Executor:
     def _surroundings(self) -> tuple[Any, ...]:
         """What else the choice depends on."""
         return self.chooser.generation, active(), os.environ.get(VARIABLE), planned(), mesh_platform(), *thread_settings()
+
+
+def _no_kernel(kernel: Any) -> TypeError:
+    """What to say where something else stands in a kernel's place."""
+    if isinstance(kernel, type):
+        return TypeError(f"kernel must be an instance; got the class {kernel.__name__} itself: call {kernel.__name__}().")
+    return TypeError(f"kernel must be an instance of ejkernel.ops.Kernel, such as Attention(); got {kernel!r}.")
 
 
 def _signature(leaves: list[Any]) -> tuple[list[Any], tuple[Any, ...], bool]:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ejkernel._checking import ValueCheck, checking
 from ejkernel._numbers import as_array, as_int, is_int, known_values, offsets_mistake
+from ejkernel._sizes import known
 from ejkernel.types._segments import (
     mask_to_segment_ids,
     segment_ids_to_mask,
@@ -118,7 +119,8 @@ class MaskInfo:
             raise ValueError(f"cu_seqlens must be integers [N+1]; got {array.dtype}{list(array.shape)}.")
         total = _checked_total(total, known_values(cu_seqlens, array))
         if checking():
-            mistake = lambda offsets: offsets_mistake("cu_seqlens", offsets, total, padded=True)
+            end = total if known(total) else None  # with a size that is left open nothing can be compared
+            mistake = lambda offsets: offsets_mistake("cu_seqlens", offsets, end, padded=True)
             ValueCheck("cu_seqlens", lambda: (array,), mistake).make()
         array = array.astype(jnp.int32)
         index = jnp.arange(total, dtype=jnp.int32)
@@ -371,6 +373,8 @@ def _as_offset(offset: Offset, batch: int) -> Int[Array, " ..."]:
 
 def _checked_total(total: Any, offsets: np.ndarray | None) -> int:
     """The length of a packed row, with its offsets checked against it where they are known."""
+    if total is not None and not known(total) and jax.export.is_symbolic_dim(total):
+        return total  # type: ignore[return-value]  # a size that `jax.export` leaves open takes offsets at their word
     length = None if total is None else as_int("total", total, least=0)
     if offsets is not None and (mistake := offsets_mistake("cu_seqlens", offsets, length, padded=True)) is not None:
         raise ValueError(mistake)

@@ -176,3 +176,14 @@ def test_shard_map():
         check=False,
     )
     assert done.stdout.strip() == "same", done.stderr[-3000:]
+
+
+def test_forward_mode_of_many_directions_equals_reverse_mode():
+    """More than 2^15 scores, which one direction of a test's size does not have."""
+    query, key, value = (jax.random.normal(jax.random.key(i), (2, 6, heads, 3)) for i, heads in enumerate((4, 2, 2)))
+
+    def loss(query):
+        output, weights = attention(query, key, value, causal=True, dtype=None, platform="xla", cfg=AttentionConfig("direct"))
+        return output.sum() + (weights**2).sum()
+
+    np.testing.assert_allclose(jax.jacfwd(loss)(query), jax.grad(loss)(query), atol=1e-5)

@@ -98,7 +98,7 @@ ODD: dict[str, Any] = {
 def test_an_unreadable_entry_is_shown_as_such_and_ends_nothing(run, entry, odd):
     entry("attention", 1)
     good = {"format": 1, "key": '{"op":"attention"}', "config": {"block_q": 64}, "record": {}}
-    file = PersistentCache("attention").folder / "0dd0dd0dd0.json"
+    file = PersistentCache("attention").folder / f"0dd0dd0dd0{'0' * 30}.json"
     file.write_text(ODD[odd] if isinstance(ODD[odd], str) else json.dumps(good | ODD[odd]))
     listed = {one["id"]: one["unreadable"] for one in stored(run)}
     assert listed.pop("0dd0dd0dd0")
@@ -218,6 +218,23 @@ def test_clear_asks_unless_told_not_to(run, entry):
     (left,) = stored(run)
     assert run("cache", "clear", left["id"], "--yes", "--json", code=0).json["removed"] == [left["id"]]
     assert stored(run) == []
+
+
+def test_clear_keeps_what_is_not_of_the_cache(run, entry, tmp_path):
+    """The folder may be one that others use too, such as a project's or that of all caches."""
+    entry("attention", 1)
+    foreign = tmp_path / "cache" / "src" / "package.json"
+    foreign.parent.mkdir()
+    foreign.write_text("{}")
+    assert "1 tuned call removed" in run("cache", "clear", "--yes", code=0).words
+    assert foreign.read_text() == "{}"
+
+
+def test_clear_of_an_id_with_nothing_in_it_removes_nothing(run, entry):
+    entry("attention", 1)
+    assert "an id was given with nothing in it" in run("cache", "clear", "--yes", "", code=2).words
+    assert "--op was given with nothing in it" in run("cache", "clear", "--yes", "--op", "", code=2).words
+    assert len(stored(run)) == 1
 
 
 def test_clear_stale_keeps_what_is_used_here(run, entry):

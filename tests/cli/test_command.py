@@ -40,6 +40,18 @@ def test_wrong_usage_exits_with_2(run, arguments):
     assert run(*arguments).code == 2
 
 
+EMPTY = [
+    *(("bench", option) for option in ("--op", "--shapes", "--lengths", "--gates", "--dtype", "--platform", "--compare")),
+    *(("tune", option) for option in ("--op", "--shapes", "--gates", "--dtype", "--platform")),
+    *(("verify", option) for option in ("--op", "--platform", "--dtype", "--load")),
+]
+
+
+@pytest.mark.parametrize("command", EMPTY, ids=" ".join)
+def test_an_option_with_nothing_in_it_does_not_mean_everything(run, command):
+    assert f"{command[1]} was given with nothing in it" in run(*command, "", code=2).words
+
+
 def test_as_a_process():
     made = subprocess.run([sys.executable, "-m", "ejkernel", "doctor", "--json"], capture_output=True, text=True)
     assert made.returncode == 0, made.stderr

@@ -54,3 +54,12 @@ def test_on_a_terminal_lines_end_between_words(monkeypatch):
 
 def test_what_programs_read_is_one_line(monkeypatch):
     assert told(monkeypatch, terminal=False) == [f"error: {MESSAGE}"]
+
+
+def test_a_terminal_that_does_not_know_its_width_shows_tables_whole(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "0")
+    made = _screen.table(["operation", "a call runs on"])
+    made.add_row("attention", "xla")
+    _screen.screen().print(made)
+    assert "attention  xla" in capsys.readouterr().out
+    assert _screen.side().width > 0

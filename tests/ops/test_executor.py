@@ -188,6 +188,12 @@ def test_own_gradient_needs_both_halves_and_positional_arrays(executor):
         jax.grad(lambda x: executor(Cube(), x=x, n=2))(1.0)
 
 
+@pytest.mark.parametrize("other", ["attention", len], ids=["name", "function"])
+def test_what_is_no_kernel_is_refused_by_name(executor, other):
+    with pytest.raises(TypeError, match=r"kernel must be an instance of ejkernel\.ops\.Kernel, such as Attention\(\); got"):
+        executor(other, jnp.ones(3))
+
+
 def test_errors_name_the_argument(executor):
     with pytest.raises(TypeError, match="toy: missing a required argument: 'problem'"):
         executor(Toy())

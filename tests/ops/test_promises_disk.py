@@ -99,7 +99,7 @@ def test_promise_1_a_thing_that_is_no_file_is_a_miss(kind, tmp_path):
 
 def test_what_another_user_left_behind_does_not_keep_from_storing(tmp_path):
     inv, stored = call(), PersistentCache("toy", tmp_path, ToyConfig)
-    left = stored.folder / "left.tmp"
+    left = stored.folder / f"{'0' * 12}.{'1' * 16}.tmp"
     left.mkdir(parents=True)  # as little to be unlinked as another user's file in a folder like /tmp
     os.utime(left, (0, 0))
     with warnings.catch_warnings():
@@ -225,13 +225,29 @@ def test_promise_2_killed_writers_never_leave_a_half_written_entry(tmp_path):
 def test_promise_2_what_killed_writers_left_is_removed_when_it_is_old(tmp_path):
     stored = PersistentCache("toy", tmp_path, ToyConfig)
     stored.folder.mkdir()
-    old, new = stored.folder / "old.tmp", stored.folder / "new.tmp"
-    for file in (old, new):
+    old, new = (stored.folder / f"{'0' * 12}.{digit * 16}.tmp" for digit in "12")
+    foreign = stored.folder / "draft.tmp"
+    for file in (old, new, foreign):
         file.write_text("{")
-    os.utime(old, (0, 0))
+    for file in (old, foreign):
+        os.utime(file, (0, 0))
     stored.put("key", ToyConfig())
     assert not old.exists()
     assert new.exists()
+    assert foreign.exists()
+
+
+def test_files_of_others_in_the_folder_are_neither_read_nor_removed(tmp_path):
+    stored = PersistentCache("toy", tmp_path, ToyConfig)
+    stored.put("key", ToyConfig())
+    foreign = [stored.folder / name for name in ("package.json", "notes.tmp", f"{'0' * 39}.json", f"{'0' * 40}.json.bak")]
+    for file in foreign:
+        file.write_text("{}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [key for key, _ in stored.items()] == ["key"]
+    stored.clear()
+    assert sorted(stored.folder.iterdir()) == sorted(foreign)
 
 
 @pytest.mark.slow

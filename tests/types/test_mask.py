@@ -97,6 +97,16 @@ def test_offsets_that_are_known_inside_jit_need_no_total(cu_seqlens):
         jax.jit(lambda: MaskInfo.from_cu_seqlens(cu_seqlens, 6))()
 
 
+def test_from_cu_seqlens_of_an_open_length():
+    tokens = jax.export.symbolic_shape("tokens")[0]
+    mask = jax.jit(lambda row, offsets: MaskInfo.from_cu_seqlens(offsets, row.shape[0]).get_or_compute_attention_mask())
+    shapes = jax.ShapeDtypeStruct((tokens,), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    offsets = jnp.array([0, 2, 2, 5])
+    for total in (5, 7):
+        found = jax.export.export(mask)(*shapes).call(jnp.ones(total), offsets)
+        np.testing.assert_array_equal(found, MaskInfo.from_cu_seqlens(offsets, total).get_or_compute_attention_mask())
+
+
 def test_traced_offsets_are_taken_at_their_word():
     rows = jax.vmap(lambda cu: MaskInfo.from_cu_seqlens(cu, 4).q_segment_ids[0])(jnp.array([[0, 1, 4], [0, 2, 9]]))
     np.testing.assert_array_equal(rows, [[0, 1, 1, 1], [0, 0, 1, 1]])

@@ -46,7 +46,8 @@ def _softmax_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) ->
     (x, sink), (dx, dsink) = primals, tangents
     weights, sink_weight = _softmax(x, sink)
     mean = (weights * dx).sum(-1, dtype=sink.dtype) + sink_weight * dsink
-    return weights, weights * (dx - mean[..., None].astype(x.dtype))
+    # Not weights * (dx - mean): mapped by vmap, jaxlib 0.10.2 makes a CPU kernel of it that is wrong beyond 2^15 scores.
+    return weights, weights * dx - weights * mean[..., None].astype(x.dtype)
 
 
 def grouped_weights(problem: AttentionProblem) -> Float[Array, "B Hkv G T S"]:

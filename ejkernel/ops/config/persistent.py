@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ from ejkernel.ops.notices import warn_once
 
 VARIABLE = "EJKERNEL_CACHE_DIR"
 FORMAT = 1
+_ENTRY, _TEMPORARY = re.compile(r"[0-9a-f]{40}\.json"), re.compile(r"[0-9a-f]{12}\.[0-9a-f]{16}\.tmp")
 _LARGEST = 1 << 20  # bytes; a real entry has a few thousand
 _STALE = 3600.0  # seconds after which a temporary file has no living writer
 
@@ -156,21 +158,24 @@ class PersistentCache:
                 yield found
 
     def readings(self) -> Iterator[tuple[Path, tuple[str, Any, dict[str, Any]] | None, str | None]]:
-        """Every file as `(file, (key, configuration, record), None)`, or `(file, None, why it cannot be read)`."""
-        for file in self._files("*.json"):
+        """Every file as `(file, (key, configuration, record), None)`, or `(file, None, why it cannot be read)`.
+
+        Files with other names than entries have are not this cache's: its folder may be one that others use too.
+        """
+        for file in self._files(_ENTRY):
             found = self._read(file)
             if found is not None or file.exists():  # not one that another process has just removed
                 yield file, found, None if found is not None else self._unread.get(file, "it cannot be read")
 
     def clear(self) -> None:
         """Removes this operation's entries. OSError where the folder does not allow it."""
-        for pattern in ("*.json", "*.tmp"):
-            for file in self._files(pattern):
-                file.unlink(missing_ok=True)
+        for file in [*self._files(_ENTRY), *self._files(_TEMPORARY)]:
+            file.unlink(missing_ok=True)
 
-    def _files(self, pattern: str) -> list[Path]:
+    def _files(self, named: re.Pattern[str]) -> list[Path]:
+        """The files with such names."""
         try:
-            return sorted(self.folder.glob(pattern))
+            return sorted(file for file in self.folder.glob("*") if named.fullmatch(file.name))
         except NoFolderError as problem:
             self._homeless(problem)
         except (OSError, ValueError) as problem:
@@ -218,7 +223,7 @@ class PersistentCache:
         if self._swept:
             return
         self._swept = True
-        for file in self.folder.glob("*.tmp"):
+        for file in self._files(_TEMPORARY):
             with contextlib.suppress(OSError):  # another process sweeps too, and may be another user's, whose files stay
                 if time.time() - file.stat().st_mtime > _STALE:
                     file.unlink()
