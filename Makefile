@@ -111,15 +111,19 @@ ahead-of-gpu: compile-gpu-tests
 	$(PYTHON) -m tests.carried pack $(TRITON_CACHE_DIR) $(CARRIED)
 	$(PYTHON) -m tests.triton.sanitized $(PROGRAMS) 90
 
-# Rivals, and what tests and programs need beside JAX, numpy, Triton and torch, for a machine where nothing can be installed: as
-# folders of the same Python, for its PYTHONPATH.
-PACKAGES ?= .device-deps
+# Rivals, and what tests and programs need beside JAX, numpy, Triton and torch, for a machine where nothing can be installed:
+# `python -m tarfile -e FILE` there gives a folder for its PYTHONPATH, of the same Python.
+PACKAGES := .device-deps
+CARRIED_PACKAGES ?= build/packages.tar.xz
 RIVALS := flash-linear-attention==0.6.0 fla-core==0.6.0 einops jax-linear-attention==0.1.0
 NEEDED := jaxtyping platformdirs flatbuffers pytest pytest-xdist hypothesis typer rich
-PIP_TO = $(PYTHON) -m pip install --quiet --no-compile --upgrade --target $(PACKAGES)
+PIP_TO = $(PYTHON) -m pip install --quiet --no-compile --target $(PACKAGES)
 gpu-packages:
+	rm -rf $(PACKAGES)
 	$(PIP_TO) $(NEEDED)
 	$(PIP_TO) --no-deps $(RIVALS)
+	mkdir -p $(dir $(CARRIED_PACKAGES))
+	$(PYTHON) -m tarfile -c $(CARRIED_PACKAGES) $(PACKAGES)
 
 # Out-of-bounds reads and writes of every Triton kernel, on a GPU. Each array is an allocation of its own, so that its end is one.
 # The first run compiles, unless ahead-of-gpu has for this code; the second is watched.
