@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test test-long test-fast test-pythons test-tpu run-fast lint typecheck docs demo several-devices test-gpu compile-gpu-tests ahead-of-gpu sanitize-gpu clean
+.PHONY: setup test test-long test-fast test-pythons test-tpu run-fast lint typecheck docs demo several-devices test-gpu compile-gpu-tests ahead-of-gpu gpu-packages sanitize-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -106,10 +106,24 @@ CARRIED ?= build/triton.tar.xz
 TUNED ?= linear delta attention
 ahead-of-gpu: export TRITON_CACHE_DIR ?= $(CURDIR)/build/triton
 ahead-of-gpu: compile-gpu-tests
-	$(PYTHON) -m benchmarks.ahead linear_attention_gpu delta_rule_gpu attention_options_gpu gla_block_gpu causal_conv_gpu
+	$(PYTHON) -m benchmarks.ahead
 	$(if $(TUNED),$(PYTHON) -m benchmarks.tune_gpu --compile-for 90 --of $(TUNED) --jobs $(JOBS))
 	$(PYTHON) -m tests.carried pack $(TRITON_CACHE_DIR) $(CARRIED)
 	$(PYTHON) -m tests.triton.sanitized $(PROGRAMS) 90
+
+# Rivals, and what tests and programs need beside JAX, numpy, Triton and torch, for a machine where nothing can be installed:
+# `python -m tarfile -e FILE` there gives a folder for its PYTHONPATH, of the same Python.
+PACKAGES := .device-deps
+CARRIED_PACKAGES ?= build/packages.tar.xz
+RIVALS := flash-linear-attention==0.6.0 fla-core==0.6.0 einops jax-linear-attention==0.1.0
+NEEDED := jaxtyping platformdirs flatbuffers pytest pytest-xdist hypothesis typer rich
+PIP_TO = $(PYTHON) -m pip install --quiet --no-compile --target $(PACKAGES)
+gpu-packages:
+	rm -rf $(PACKAGES)
+	$(PIP_TO) $(NEEDED)
+	$(PIP_TO) --no-deps $(RIVALS)
+	mkdir -p $(dir $(CARRIED_PACKAGES))
+	$(PYTHON) -m tarfile -c $(CARRIED_PACKAGES) $(PACKAGES)
 
 # Out-of-bounds reads and writes of every Triton kernel, on a GPU. Each array is an allocation of its own, so that its end is one.
 # The first run compiles, unless ahead-of-gpu has for this code; the second is watched.

@@ -3,6 +3,7 @@
     python -m benchmarks.delta_rule_gpu [--sides ours fla jla] [--rows TEXT ...] [--kernels] [--json FILE] [--seconds-in-all S]
     python -m benchmarks.delta_rule_gpu --errors [--json FILE]                errors against float64
     python -m benchmarks.delta_rule_gpu --sides ours untimed --rows TEXT      beside kernels that no GPU has timed
+    python -m benchmarks.delta_rule_gpu --decode-tiles [--json FILE]          a step of decoding with other tiles
     TRITON_INTERPRET=1 python -m benchmarks.delta_rule_gpu --tiny --sides ours                                on a CPU
 
 Times are kernel times, measured as in `linear_attention_gpu`: CUPTI's durations of every kernel that a call launches. A side
@@ -14,8 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,13 +33,13 @@ from benchmarks.kernel_times import (
     print_kernels,
     with_untimed_kernels,
 )
-from ejkernel.kernels._delta import GatedDeltaRuleConfig
+from ejkernel.kernels._delta import DeltaProblem, GatedDeltaRuleConfig
 from ejkernel.kernels._triton import gated_delta_rule
 from ejkernel.testing import jax_linear
 from ejkernel.testing.bench_run import Run, by_row
 from ejkernel.testing.compare import relative_rms
 from ejkernel.testing.delta_cases import BETA_KINDS, GATE_KINDS, KEY_KINDS, DeltaCase
-from ejkernel.testing.delta_gpu import ROWS, SHAPES, inputs
+from ejkernel.testing.delta_gpu import ROWS, SHAPES, calls, inputs
 from ejkernel.testing.flash_delta import FlashDelta
 from ejkernel.testing.flash_linear import forget_tuning, tune_on_all_cores
 from ejkernel.testing.flash_linear import missing as fla_missing
@@ -74,15 +74,17 @@ USUAL_SIDES = ["ours", "fla", "jla"]
 MINE = ("ours", "untimed")
 MISSING = {"fla": fla_missing, "jla": jax_linear.missing}
 TINY = (1, 70, 2, 2, 64, 64)
+STEP = (128, 16, 128)  # sequences, heads, channels
+GATES_OF_STEPS = ("head", "channel")
 
 
-def decode_ms(kind: str) -> dict[str, float]:
+def decode_ms(kind: str, cfg: GatedDeltaRuleConfig | None = None) -> dict[str, float]:
     """A step of 128 sequences with 16 heads of 128 x 128, the state in place, and its byte floor, with a gate of a kind."""
-    B, H, K = 128, 16, 128
+    B, H, K = STEP
     x = [jax.random.normal(jax.random.key(i), (B, 1, H, K), jnp.float32).astype(jnp.bfloat16) for i in range(3)]
     beta = jax.nn.sigmoid(x[0][..., 0])
     g = -jnp.abs(x[1] if kind == "channel" else x[1][..., 0])
-    step = jax.jit(lambda q, k, v, beta, g, S: gated_delta_rule(q, k, v, beta, g, initial_state=S), donate_argnums=5)
+    step = jax.jit(lambda q, k, v, beta, g, S: gated_delta_rule(q, k, v, beta, g, initial_state=S, cfg=cfg), donate_argnums=5)
     state = [jnp.zeros((B, H, K, K), jnp.float32)]
 
     def call() -> Any:
@@ -94,10 +96,34 @@ def decode_ms(kind: str) -> dict[str, float]:
 
 def decode(run: Run) -> None:
     """Both kinds of gates, beside their byte floor."""
-    for kind in ("head", "channel"):
+    for kind in GATES_OF_STEPS:
+        if not run.asks_for(f"decode {kind};"):
+            continue
         if (line := run.part("ours", functools.partial(decode_ms, kind), what="decode", gate=kind)) is not None:
-            took, floor = line["ms"], line["floor"]
-            print(f"decode, gate per {kind}: {took:.4f} ms, byte floor {floor:.4f}, ratio {took / floor:.2f}", flush=True)
+            print(f"decode, gate per {kind}: {_beside_floor(line)}", flush=True)
+
+
+def decode_tiles(run: Run) -> None:
+    """The step with every candidate of the tuner's by kernel times, which tell 1 % apart where its clock does not."""
+    for kind in GATES_OF_STEPS:
+        for cfg in _candidates(kind):
+            if not run.asks_for(f"decode {kind};"):
+                continue
+            tiles = {name: x for name in ("block_d", "num_warps") if (x := getattr(cfg, name)) is not None}
+            key = {"what": "decode", "gate": kind, "tiles": json.dumps(tiles)}
+            if (line := run.part("ours", functools.partial(decode_ms, kind, cfg), **key)) is not None:
+                print(f"decode, gate per {kind}, {tiles or 'as it is'}: {_beside_floor(line)}", flush=True)
+
+
+def _candidates(kind: str) -> Sequence[GatedDeltaRuleConfig]:
+    from ejkernel.kernels._triton.gated_delta_rule._platform import TritonDeltaRule
+
+    arrays = calls()[f"decode {kind}"]
+    return TritonDeltaRule().candidates(jax.eval_shape(lambda arrays: DeltaProblem(**arrays), arrays))
+
+
+def _beside_floor(line: Line) -> str:
+    return f"{line['ms']:.4f} ms, byte floor {line['floor']:.4f}, ratio {line['ms'] / line['floor']:.2f}"
 
 
 class OutputAlone(DeltaCase):
@@ -164,28 +190,31 @@ def measured(run: Run, name: str, kind: str, sides: dict[str, Callable[..., Call
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    Run.add_options(parser)
+    Run.add_options(parser, rows="'shape gate;', 'decode gate;'")
     parser.add_argument("--sides", nargs="+", default=USUAL_SIDES, choices=list(SIDES))
     parser.add_argument("--kernels", action="store_true", help="ours, kernel by kernel")
     parser.add_argument("--cfg", type=json.loads, help="fields of a configuration for ours, as JSON")
     parser.add_argument("--errors", action="store_true", help="errors against float64 instead of times")
+    parser.add_argument(
+        "--decode-tiles", action="store_true", help="a step of decoding with every candidate of the tuner's instead"
+    )
     parser.add_argument("--tiny", action="store_true", help="rows of 70 tokens: to try this script")
     options = parser.parse_args()
     run = Run(options)
-    missing = {side: why for side, of in MISSING.items() if side in options.sides and (why := of()) is not None}
-    for side, why in missing.items():
-        print(f"{side} is left out: {why}", file=sys.stderr)
-    chosen = [side for side in SIDES if side in options.sides and side not in missing]
-    if "fla" in chosen:
+    chosen = run.runnable([side for side in SIDES if side in options.sides], MISSING)
+    if "fla" in chosen and not run.shows:
         tune_on_all_cores()
     if options.errors:
         errors(run, chosen)
+        return
+    if options.decode_tiles:
+        decode_tiles(run)
         return
     if options.tiny:
         SHAPES.update({name: TINY for name in SHAPES if not name.startswith("packed")})
     cfg = None if options.cfg is None else GatedDeltaRuleConfig(**{"schedule": "chunked", "block_q": 64, **options.cfg})
     sides = {side: functools.partial(SIDES[side], cfg=cfg) if side in MINE else SIDES[side] for side in chosen}
-    if run.whole and not options.tiny and "ours" in sides:
+    if not options.tiny and "ours" in sides:
         decode(run)
     for name, kind in ROWS:
         if run.asks_for(f"{name} {kind};") and not (options.tiny and name.startswith("packed")):

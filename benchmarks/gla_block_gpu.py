@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -194,10 +193,7 @@ def main() -> None:
             found["differs by"] = apart(mine, updated(), parameters(sizes))
         return found
 
-    for side in options.sides:
-        if side == "jla" and (reason := jax_linear.missing()) is not None:
-            print(f"jla is left out: {reason}", file=sys.stderr)
-            continue
+    for side in run.runnable(options.sides, {"jla": jax_linear.missing}):
         for checkpoint in (False, True):
             on = "on" if checkpoint else "off"
             if not run.asks_for(f"checkpoint {on}"):

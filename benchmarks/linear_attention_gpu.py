@@ -22,7 +22,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -247,16 +246,13 @@ def change_plans(fields: dict[str, Any]) -> None:
     Plan.of = lambda *given: dataclasses.replace(usual(*given), **fields)  # type: ignore[method-assign]
 
 
-def chosen_sides(options: argparse.Namespace) -> dict[str, Callable[..., Calls]]:
+def chosen_sides(options: argparse.Namespace, run: Run) -> dict[str, Callable[..., Calls]]:
     """The sides that are asked for and can run here; stderr says which cannot."""
     sides = dict(SIDES)
     cfg = None if options.cfg is None else LinearConfig(**{"schedule": "chunked", "block_q": 64, **options.cfg})
     sides |= {side: functools.partial(sides[side], cfg=cfg, tiny=options.tiny) for side in MINE}
     asked = ["ours"] if options.ours_only else options.sides
-    absent = {side: reason for side in asked if side in MISSING and (reason := MISSING[side]()) is not None}
-    for side, reason in absent.items():
-        print(f"{side} is left out: {reason}", file=sys.stderr)
-    return {side: sides[side] for side in SIDES if side in asked and side not in absent}
+    return {side: sides[side] for side in run.runnable([side for side in SIDES if side in asked], MISSING)}
 
 
 def options_given() -> argparse.Namespace:
@@ -283,13 +279,14 @@ def main() -> None:
         SHAPES.update({name: TINY for name in SHAPES if not name.startswith("packed")})
     if options.plan:
         change_plans(options.plan)
-    sides, run = chosen_sides(options), Run(options)
-    if "fla" in sides:
+    run = Run(options)
+    sides = chosen_sides(options, run)
+    if "fla" in sides and not run.shows:
         tune_on_all_cores()
     if options.errors:
         errors(run, {**sides, "fla": functools.partial(fla, keep_tuning=True)} if "fla" in sides else sides)
         return
-    if run.whole and not options.tiny:
+    if run.asks_for("decode gk;") and not options.tiny and "ours" in sides:
         step = run.part("ours", decode_ms, what="decode")
         if step is not None:
             ratio = step["ms"] / step["floor"]

@@ -163,6 +163,15 @@ def options_given() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     return parser, parser.parse_args()
 
 
+def table(run: Run, races: dict[str, Callable[[], dict[str, Any]]]) -> None:
+    """A line for each call."""
+    print("| call | heuristic ms | winner ms | gain | fields that differ |\n|---|---|---|---|---|")
+    for name, race in races.items():
+        if (found := run.part("triton", race, call=name)) is not None:
+            slow, fast, differing = found["heuristic"], found["winner"], found["differing"] or "-"
+            print(f"| {name} | {slow:.3f} | {fast:.3f} | {1 - fast / slow:.0%} | {differing} |", flush=True)
+
+
 def main() -> None:
     parser, options = options_given()
     if options.compile_for is not None:
@@ -170,8 +179,12 @@ def main() -> None:
             compile_all(chosen_calls(options), options.compile_for, options.jobs)
         return
     device = jax.devices()[0]
-    if device.platform != "gpu":
+    if device.platform != "gpu" and not options.show:
         parser.error(f"this tunes for NVIDIA GPUs; JAX has {device}")
+    if options.show:
+        names = [f"{label}: {name}" for label in options.of for name in FAMILIES[label].calls()]
+        table(Run(options), {name: dict for name in names if asked_for(options.rows, name)})
+        return
     run, chosen = Run(options), chosen_calls(options)
     file = options.out or (None if options.forward else FOLDER / f"{device_name(device_kind(device))}.json")
     if run.results.lines and not (file is None or file.exists()):
@@ -180,11 +193,7 @@ def main() -> None:
         left = {name: call for name, call in chosen.items() if not run.knows("triton", call=name)}
         compile_all(left, int(device.compute_capability.replace(".", "")), options.jobs)
     tuner, cache = Tuner(warmup=2, iters=7, max_seconds=options.seconds, candidate_seconds=options.seconds / 2), ConfigCache()
-    print("| call | heuristic ms | winner ms | gain | fields that differ |\n|---|---|---|---|---|")
-    for name, call in chosen.items():
-        if (found := run.part("triton", functools.partial(raced, call, tuner, cache, file), call=name)) is not None:
-            slow, fast, differing = found["heuristic"], found["winner"], found["differing"] or "-"
-            print(f"| {name} | {slow:.3f} | {fast:.3f} | {1 - fast / slow:.0%} | {differing} |", flush=True)
+    table(run, {name: functools.partial(raced, call, tuner, cache, file) for name, call in chosen.items()})
     if file is not None:
         print(f"{len(list(cache.items()))} new entries in {file}")
 

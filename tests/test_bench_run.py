@@ -10,7 +10,7 @@ import os
 import pytest
 
 from ejkernel.testing.bench_run import Run, by_row
-from ejkernel.testing.results import read
+from ejkernel.testing.results import here, read
 from tests.triton.processes import outside
 
 
@@ -124,6 +124,22 @@ def test_other_options_are_other_figures(begin):
     assert plain == tiny == ALL
     table(begin(), plain)
     assert plain == ALL
+
+
+def test_tables_are_printed_again_from_a_file_of_another_machine(begin, capsys):
+    first = table(begin(), [], fails=("r2 fla",))
+    text = begin.file.read_text()
+    begin.file.write_text(text.replace(f'"device": "{here()["device"]}"', '"device": "NVIDIA H200"'))
+    measured = list[str]()
+    shown = begin("--show")
+    assert [line and line["ms"] for line in table(shown, measured)] == [line and line["ms"] for line in first]
+    assert measured == []
+    missing = {"fla": lambda: "not installed"}
+    assert shown.runnable(["ours", "fla"], missing) == ["ours", "fla"]
+    assert begin().runnable(["ours", "fla"], missing) == ["ours"]
+    assert capsys.readouterr().err.endswith("fla is left out: not installed\n")
+    with pytest.raises(SystemExit, match="has nothing of"):
+        begin("--show", tiny=True)
 
 
 def test_sides_of_a_row_come_together(begin):

@@ -2,7 +2,7 @@
 
 A part is what is measured at once: a row on one side. With `--json FILE` a part is a line of the file, and what the file has
 for this code on this device is not measured again. With `--seconds-in-all` no part is begun for which too little time is left,
-by the longest of its side so far.
+by the longest of its side so far. `--show` prints the tables again from such a file, on any machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ejkernel.testing.results import Line, Results, here
+from ejkernel.testing.results import Line, Results, here, read
 
 Found = Mapping[str, Any]
 PROBLEM = "problem"  # of a part that cannot run: why
@@ -35,18 +35,16 @@ class Run:
         parser.add_argument(
             "--rows", nargs="*", default=[""], metavar="TEXT", help=f"only rows whose {rows} contains one of these"
         )
+        parser.add_argument("--show", action="store_true", help="measures nothing: what FILE has of its newest code and device")
         parser.add_argument("--seconds-in-all", type=float, default=float("inf"), metavar="S", help="ends before so many")
 
     def __init__(self, options: argparse.Namespace, clock: Callable[[], float] = time.monotonic):
         changed = {name: x for name in CHANGES if (x := getattr(options, name, None))}
-        self.results = Results(options.json, {**here("benchmarks"), "benchmark": Path(sys.argv[0]).stem, "with": changed})
+        what = {"benchmark": Path(sys.argv[0]).stem, "with": changed}
+        self.shows: bool = options.show
+        self.results = Results(options.json, _newest(options.json, what) if self.shows else {**here("benchmarks"), **what})
         self.rows: list[str] = options.rows
         self._clock, self._seconds, self._begin = clock, options.seconds_in_all, clock()
-
-    @property
-    def whole(self) -> bool:
-        """Whether all rows are asked for."""
-        return self.rows == [""]
 
     def asks_for(self, name: str) -> bool:
         """Whether --rows names a row."""
@@ -57,8 +55,19 @@ class Run:
         known = self.results.of(**row, side=side)
         return known is not None and PROBLEM not in known
 
+    def runnable(self, sides: Iterable[str], missing: Mapping[str, Callable[[], str | None]]) -> list[str]:
+        """The sides that can run here, and stderr says which cannot; all of them where nothing is to be run.
+
+        Args:
+            missing: by side, what gives the reason why it cannot run, or None.
+        """
+        absent = {} if self.shows else {side: why for side in sides if side in missing and (why := missing[side]()) is not None}
+        for side, why in absent.items():
+            print(f"{side} is left out: {why}", file=sys.stderr)
+        return [side for side in sides if side not in absent]
+
     def part(self, side: str, measure: Callable[[], Found], **row: Any) -> Line | None:
-        """A row's figures on one side, known or measured now; None where it cannot run, and stderr says why.
+        """A row's figures on one side, known or measured now; None where it cannot run, and stderr says why, or is not shown.
 
         Raises:
             SystemExit: its time might not be enough.
@@ -66,6 +75,8 @@ class Run:
         key = {**row, "side": side}
         if self.knows(side, **row):
             return self.results.of(**key)
+        if self.shows:
+            return None
         begin = self._clock()
         if begin - self._begin + self._longest(side) > self._seconds:
             raise SystemExit(f"not within {self._seconds:g} s: {key} and what follows; the same command goes on from there")
@@ -83,6 +94,14 @@ class Run:
 
     def _longest(self, side: str) -> float:
         return max((line["seconds"] for line in self.results.lines if line["side"] == side), default=0.0)
+
+
+def _newest(file: str | None, what: Mapping[str, Any]) -> Line:
+    """What the last line of a benchmark in a file holds for."""
+    lines = [] if file is None else [line for line in read(file) if what.items() <= line.items()]
+    if not lines:
+        raise SystemExit(f"--json {file} has nothing of {what}")
+    return {name: lines[-1][name] for name in (*here(), *what) if name in lines[-1]}
 
 
 def asked_for(texts: Iterable[str], name: str) -> bool:

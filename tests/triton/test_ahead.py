@@ -1,5 +1,7 @@
 """The tests of the GPU can be compiled where there is none."""
 
+import collections
+
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
@@ -27,3 +29,19 @@ def test_what_comes_after_a_comparison_is_compiled_too(tmp_path):
     )  # fmt: skip
     compiled = {path.stem for path in tmp_path.glob("*/*.ptx")}
     assert {"state_scan", "decode_steps"} <= compiled
+
+
+@pytest.mark.long
+def test_what_a_benchmark_launches_is_compiled_with_what_no_gpu_has_timed(tmp_path):
+    rows = ("--rows", "4x4096x32x64x64 channel", "channel mild unit usual;", "decode channel")
+    outside("-m", "benchmarks.ahead", "delta_rule_gpu", *rows, environment={"TRITON_CACHE_DIR": str(tmp_path)})
+    compiled = collections.Counter(path.stem for path in tmp_path.glob("*/*.ptx"))
+    assert {"delta_correction", "delta_correction_in_registers", "delta_scan_by_warpgroups"} <= compiled.keys()
+    assert compiled["delta_steps"] >= 8  # tiles that are raced
+
+
+@pytest.mark.slow
+def test_what_does_not_compile_is_named_and_fails():
+    nowhere = {"TRITON_CACHE_DIR": "/dev/null/nowhere"}
+    with pytest.raises(AssertionError, match="not compiled, the reason is above: triton, 8x2048x2048, forward"):
+        outside("-m", "benchmarks.ahead", "causal_conv_gpu", "--rows", "8x2048x2048", environment=nowhere)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
+from ejkernel.kernels._delta import DeltaProblem
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._linear.operations import recurrent as recurrent_problem
 from ejkernel.kernels._triton import recurrent
 from ejkernel.kernels._triton._recurrence import MOST
+from ejkernel.kernels._triton.gated_delta_rule._platform import TritonDeltaRule
 from ejkernel.kernels._triton.linear._platform import TritonLinear
 from ejkernel.testing.triton_calls import arguments
 from tests.triton.processes import outside
@@ -28,8 +31,14 @@ ISSUE: dict[tuple[int, int], list[tuple[str, ...]]] = {  # K, V, gates of the sh
 }
 
 
-def problem(gates, K=128, V=128, dtype="bfloat16"):
-    return jax.eval_shape(lambda arrays: recurrent_problem(**arrays), arguments(gates, K, V, dtype))
+def problem(gates, K=128, V=128, dtype="bfloat16", T=1000):
+    at_T = lambda x: jax.ShapeDtypeStruct(tuple(T if size == 1000 else size for size in x.shape), x.dtype)
+    return jax.eval_shape(lambda arrays: recurrent_problem(**arrays), jax.tree.map(at_T, arguments(gates, K, V, dtype)))
+
+
+def delta_step(channels):
+    of = lambda *shape: jax.ShapeDtypeStruct((128, 1, 16, *shape), jnp.bfloat16)
+    return DeltaProblem(query=of(channels), key=of(channels), value=of(channels), beta=of(), g=of(channels))
 
 
 def launches(monkeypatch, gates, cfg, K=128, V=128):
@@ -83,6 +92,23 @@ def test_candidates_are_few_distinct_and_legal(size, gates):
     assert 4 <= len(found) <= MOST
     assert len(set(found)) == len(found)
     assert all(TRITON.refuses(call, cfg) is None and cfg.platform == "triton" for cfg in found)
+
+
+STEPS: list[Any] = [
+    (TRITON, problem(gates, *size, T=1)) for gates, size in ((("gk",), (128, 128)), (("g",), (64, 64)), ((), (256, 512)))
+]
+STEPS += [(TritonDeltaRule(), delta_step(channels)) for channels in (64, 128, 256)]
+
+
+@pytest.mark.parametrize(("platform", "step"), STEPS, ids=lambda x: getattr(x, "shape", ""))
+def test_a_step_is_raced_with_tiles_that_differ(platform, step):
+    """A thread loads 64 bytes of the state or more, and holds no more than does not spill."""
+    tiles = [platform.taken(step, cfg).tiles for cfg in platform.candidates(step)]
+    assert 4 <= len(tiles) <= MOST
+    assert len(set(tiles)) == len(tiles)
+    assert all(16 <= keys * values // (32 * warps) <= 64 for keys, values, warps in tiles)
+    assert {values for _, values, _ in tiles} >= {16, 32, 64}
+    assert len({warps for _, _, warps in tiles}) >= 3
 
 
 @pytest.mark.long

@@ -10,7 +10,6 @@ from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels._triton.gated_delta_rule.kernels import decode_step
 from ejkernel.kernels._triton.linear._call import Call, heads, shape
 from ejkernel.kernels._triton.linear._chunks import Array
-from ejkernel.kernels._triton.linear._plan import tile
 from ejkernel.kernels._triton.linear.routes.decode import DecodeStep
 from ejkernel.kernels._triton.linear.routes.route import Saved
 
@@ -19,6 +18,7 @@ from ejkernel.kernels._triton.linear.routes.route import Saved
 class DeltaStep(DecodeStep):
     """Every state is read and written once. The gradient is that of the call in chunks."""
 
+    most_keys = 256
     title = "delta rule, decode step"
     covers = "schedule='recurrent', the heuristic up to 16 tokens; any gate and dtype"
 
@@ -26,8 +26,7 @@ class DeltaStep(DecodeStep):
         plan, (B, T, H, K, V) = call.plan, call.dims
         q, k, v = call.query_key_value
         begin, N = call.get("initial_state"), call.sequences
-        BK = tile(K, 256)
-        BV = plan.block_d or tile(V, max(16, 8192 // BK))
+        BK, BV, warps = self.tiles
         in_place = begin is not None and begin.dtype == np.float32
         found = triton_call(
             arguments={
@@ -36,6 +35,6 @@ class DeltaStep(DecodeStep):
             },
             out_shape={"o": shape((B, T, H, V), plan.output), "final": shape((N, H, K, V), np.float32)},
             kernel=decode_step.delta_steps, grid=(cdiv(V, BV) * N * H,), H=H, HK=heads(k), K=K, V=V, BK=BK, BV=BV,
-            SIGN=plan.sign, num_warps=plan.num_warps or 4, input_output_aliases={"begin": "final"} if in_place else None,
+            SIGN=plan.sign, num_warps=warps, input_output_aliases={"begin": "final"} if in_place else None,
         )  # fmt: skip
         return found["o"], found["final"], {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -14,10 +15,10 @@ from ejkernel.kernels._triton.linear._plan import tile
 from ejkernel.kernels._triton.linear.kernels import decode_step
 from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Route, Saved
 
-CHANGES: Changes = (
-    {"block_d": 16}, {"block_d": 32}, {"block_d": 64}, {"num_warps": 2}, {"num_warps": 8}, {"block_d": 16, "num_warps": 1},
-    {"block_d": 16, "num_warps": 2}, {"block_d": 64, "num_warps": 8},
-)  # fmt: skip
+VALUE_TILES, WARPS = (16, 32, 64, 128), (1, 2, 4, 8, 16)
+A_THREADS = (16, 32, 64)  # numbers of the state that a thread may hold: fewer are too few loads in flight, more spill
+STATE_TILE = 8192  # numbers of the state in a program, where no configuration names its tile
+USUAL_WARPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class DecodeStep(Route):
     """Every state is read and written once. The gradient is that of the call in chunks."""
 
     chunked: Route
+    most_keys: ClassVar[int] = 512
     title = "decode step"
     covers = "schedule='recurrent', the heuristic up to 16 tokens; any gates and dtypes"
 
@@ -39,8 +41,7 @@ class DecodeStep(Route):
         plan, (B, T, H, K, V) = call.plan, call.dims
         q, k, v = call.query_key_value
         begin, N = call.get("initial_state"), call.sequences
-        BK = tile(K, 512)
-        BV = plan.block_d or tile(V, max(16, 8192 // BK))
+        BK, BV, warps = self.tiles
         gates = {"gs": call.get("g"), "gamma": call.get("g_gamma"), "gk": call.get("gk"), "gv": call.get("gv")}
         in_place = begin is not None and begin.dtype == np.float32
         found = triton_call(
@@ -50,7 +51,7 @@ class DecodeStep(Route):
             out_shape={"o": shape((B, T, H, V), plan.output), "final": shape((N, H, K, V), np.float32)},
             kernel=decode_step.decode_steps, grid=(cdiv(V, BV) * N * H,), H=H, HK=heads(k), HGS=heads(gates["gs"]),
             HGK=heads(gates["gk"]), HGV=heads(gates["gv"]), K=K, V=V, BK=BK, BV=BV, SIGN=plan.sign,
-            num_warps=plan.num_warps or 4, input_output_aliases={"begin": "final"} if in_place else None,
+            num_warps=warps, input_output_aliases={"begin": "final"} if in_place else None,
         )  # fmt: skip
         return found["o"], found["final"], {}
 
@@ -58,7 +59,22 @@ class DecodeStep(Route):
         return self.chunked.backward(call, self.chunked.recomputed(call), do, dfinal)
 
     def changes(self) -> Changes:
-        return CHANGES
+        """Tiles in which a thread has enough of the state to load, and not too much to hold."""
+        usual = dataclasses.replace(self, plan=dataclasses.replace(self.plan, block_d=None, num_warps=None)).tiles
+        keys = usual[0]
+        return tuple(
+            {"block_d": values, "num_warps": warps}
+            for values in VALUE_TILES
+            for warps in WARPS
+            if keys * values // (32 * warps) in A_THREADS and (keys, values, warps) != usual
+        )
+
+    @property
+    def tiles(self) -> tuple[int, int, int]:
+        """Key channels, value channels and warps of a program."""
+        plan = self.plan
+        keys = tile(plan.K, self.most_keys)
+        return keys, plan.block_d or tile(plan.V, max(16, STATE_TILE // keys)), plan.num_warps or USUAL_WARPS
 
     def refuses(self, cfg: RecurrenceConfig) -> str | None:
         return self.chunked.refuses(cfg)
