@@ -75,7 +75,7 @@ def _processor_seconds(program: SplitProgram, runs: int = 7) -> float:
 
 # Model: gates per key channel in bfloat16, one layer of 16 heads, K = V = 128, one sequence of 2**20 tokens.
 TOKENS, HEADS, K = 1 << 20, 16, 128
-RECURRENCE = 0.966e-3 / 16384  # seconds per token forward and backward, measured on an H200 (benchmarks/RESULTS.md)
+RECURRENCE = 0.714e-3 / 16384  # seconds per token forward and backward, measured on an H200 (benchmarks/RESULTS.md)
 READ = 2 * 3 * HEADS * K * 2 / 4.3e12  # seconds per token that the two summaries read: three bfloat16 rows each
 NVLINK, NETWORK = 450e9, 50e9  # bytes per second of a GPU inside a node of 8, and between nodes
 LATENCY_INSIDE, LATENCY = 3e-6, 10e-6  # seconds of one message
