@@ -32,3 +32,9 @@ def test_paths_exist(name):
     linked = [link for link in re.findall(r"\]\(([^)#:\s]+)[^):]*\)", text) if link.endswith((".md", ".png", ".svg"))]
     paths = [ROOT / path for path in PATH.findall(text)] + [(ROOT / name).parent / link for link in linked]
     assert not [str(path.relative_to(ROOT)) for path in map(Path, paths) if not path.exists()]
+
+
+def test_no_page_holds_both_sides_of_a_merge():
+    pages = [*(ROOT / name for name in FILES), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    marked = re.compile(r"^(<{7}|={7}|>{7})( |$)", re.MULTILINE)
+    assert not [str(page.relative_to(ROOT)) for page in pages if marked.search(page.read_text(encoding="utf-8"))]
