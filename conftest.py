@@ -21,7 +21,13 @@ def _there(*names: str) -> bool:
     return all(importlib.util.find_spec(name) for name in names)
 
 
-collect_ignore_glob = [] if _there("triton") else ["ejkernel/kernels/_triton/*", "tests/triton/[!t]*.py"]
+OF_TRITON = [
+    "ejkernel/kernels/_triton/*",
+    "ejkernel/callib/_gluon/*",
+    "ejkernel/testing/segment_model.py",
+    "tests/triton/[!t]*.py",
+]
+collect_ignore_glob = [] if _there("triton") else OF_TRITON
 collect_ignore_glob += [] if _there("typer", "rich") else ["ejkernel/cli/_*", "tests/cli/test_*"]
 
 
