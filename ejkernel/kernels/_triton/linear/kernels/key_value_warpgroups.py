@@ -32,6 +32,7 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     LOG2_E,
     TILE,
     WARPS,
+    barriers_of,
     copy_numbers,
     copy_rows,
     copy_tile,
@@ -39,9 +40,9 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     next_slot,
     split_bfloat16,
     store_turned,
+    tiles,
     warpgroup_barrier,
 )
-from ejkernel.kernels._triton.linear.kernels.weak_axis_warpgroups import barriers_of, tiles
 
 CHANNELS = gl.constexpr(128)
 SLOTS = gl.constexpr(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ejkernel.kernels._triton.linear.kernels.tiles import INTERPRETED
 
@@ -43,6 +44,22 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
         slot = 0
         phase ^= 1
     return slot, phase
+
+
+@gluon.jit
+def tiles(SLOTS: gl.constexpr):
+    """[SLOTS, TILE, TILE]; a chunk has as many rows."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], gl.bfloat16)
+    return gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TILE, TILE], layout)
+
+
+@gluon.jit
+def barriers_of(SLOTS: gl.constexpr, COUNT: gl.constexpr):
+    """[SLOTS, 1]: a barrier for each slot, for so many arrivals."""
+    found = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(found.index(i), count=COUNT)
+    return found
 
 
 @gluon.jit

@@ -34,18 +34,18 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     LOG2_E,
     TILE,
     WARPS,
+    barriers_of,
     copy_rows,
     copy_tile,
     exp2,
+    tiles,
     warpgroup_barrier,
 )
 from ejkernel.kernels._triton.linear.kernels.weak_axis_warpgroups import (
-    barriers_of,
     chunk_of,
     following,
     gradients_of_tile,
     matrices,
-    tiles,
 )
 
 

@@ -33,10 +33,13 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     LOG2_E,
     TILE,
     WARPS,
+    barriers_of,
     copy_rows,
     exp2,
     next_slot,
     split_bfloat16,
+    store_turned,
+    tiles,
     warpgroup_barrier,
 )
 
@@ -151,34 +154,6 @@ def make_scores(
 
 
 @gluon.jit
-def _store_turned(
-    x, value, staging, token, rows, head, col, H: gl.constexpr, D: gl.constexpr, C: gl.constexpr, SIGN: gl.constexpr,
-    EVEN: gl.constexpr,
-):  # fmt: skip
-    """Writes value [TILE, C] to a chunk's rows of x [tokens, H, D], columns from `col` on.
-
-    In bfloat16 by way of staging [C, TILE].
-    """
-    DT: gl.constexpr = x.dtype.element_ty
-    if DT == gl.bfloat16:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-        r = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
-        c = gl.arange(0, TILE, gl.SliceLayout(0, layout))[None, :]
-        staging.permute((1, 0)).store(value.to(DT))
-        warpgroup_barrier()
-        found = staging.load(layout)
-    else:  # eight neighbours of float32 are a sector already
-        r = gl.arange(0, C, gl.SliceLayout(0, value.type.layout))[None, :]
-        c = gl.arange(0, TILE, gl.SliceLayout(1, value.type.layout))[:, None]
-        found = value.to(DT)
-    at = x + (token * H + head) * D + col + ((SIGN * H * D) * r + c)
-    if EVEN:
-        gl.store(at, found)
-    else:
-        gl.store(at, found, mask=(r < rows) & (c < D))
-
-
-@gluon.jit
 def gradients_of_tile(
     dq, dk, dg, q, k, g, M, M_low, ready, turn, taken, c, fk, aq, ak, everything, onwards, zero, scale, one, token, rows, head,
     col, H: gl.constexpr, K: gl.constexpr, C: gl.constexpr, SIGN: gl.constexpr, EVEN: gl.constexpr, SCALED: gl.constexpr,
@@ -213,7 +188,7 @@ def gradients_of_tile(
         aq *= scale
     difference = q.permute((1, 0)).load(layout).to(gl.float32) * aq
     if dq is not None:
-        _store_turned(dq, aq, q, token, rows, head, col, H, K, C, SIGN, EVEN)
+        store_turned(dq, aq, q, token, rows, head, col, H, K, C, SIGN, EVEN)
     ak, q_high, q_low = warpgroup_mma_wait(0, deps=[ak, q_high, q_low])
     warpgroup_barrier()
     mbarrier.arrive(taken, count=1)
@@ -225,10 +200,10 @@ def gradients_of_tile(
     low = gl.convert_layout(low, left)
     found = warpgroup_mma(high, onwards, zero, use_acc=False, is_async=True)
     found = warpgroup_mma(low, onwards, found, is_async=True)
-    _store_turned(dk, ak, k, token, rows, head, col, H, K, C, SIGN, EVEN)
+    store_turned(dk, ak, k, token, rows, head, col, H, K, C, SIGN, EVEN)
     found, high, low = warpgroup_mma_wait(0, deps=[found, high, low])
     found += everything[:, None]
-    _store_turned(dg, found, g, token, rows, head, col, H, K, C, SIGN, EVEN)
+    store_turned(dg, found, g, token, rows, head, col, H, K, C, SIGN, EVEN)
 
 
 @gluon.jit
@@ -313,21 +288,6 @@ def matrices(C: gl.constexpr):
     onwards = gl.allocate_shared_memory(gl.bfloat16, [C, C], shared, gl.where(s >= t, 1.0, 0.0).to(gl.bfloat16))
     fence_async_shared()
     return from_middle, onwards
-
-
-@gluon.jit
-def tiles(SLOTS: gl.constexpr):
-    """[SLOTS, TILE, TILE]; a chunk has as many rows."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], gl.bfloat16)
-    return gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TILE, TILE], layout)
-
-
-@gluon.jit
-def barriers_of(SLOTS: gl.constexpr, COUNT: gl.constexpr):
-    found = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(found.index(i), count=COUNT)
-    return found
 
 
 @gluon.jit

@@ -28,6 +28,7 @@ from ejkernel.kernels._triton.linear.kernels.tiles import program_at
 from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     TILE,
     WARPS,
+    barriers_of,
     copy_numbers,
     copy_rows,
     copy_tile,
@@ -218,13 +219,8 @@ def wide_scan_by_warpgroups(
         q_decay_ring = gl.allocate_shared_memory(gl.float32, [STAGES, C], flat)
     half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, TILE], gl.bfloat16)
     staging = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, TILE], half)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=32 * WARPS)
-        mbarrier.init(empty.index(i), count=2)
     rings = (q_ring, k_ring, v_ring, score_ring, low_ring, decay_ring, q_decay_ring)
-    barriers = (full, empty)
+    barriers = (barriers_of(STAGES, 32 * WARPS), barriers_of(STAGES, 2))
     gl.warp_specialize(
         [
             (scan_values, (
