@@ -164,9 +164,7 @@ def segment_length(plan: Plan, count: int, per_sequence: int, sequences: int, pr
     # Packed lengths are not known here. One sequence may hold nearly all chunks, so segments are sized by the total.
     across = max(1, programs // sequences)
     # Uneven lengths leave programs idle at the end, so there are twice as many as fill the device.
-    whole, left = divmod(2 * PROGRAMS_TO_FILL, across)
-    # Their number is rounded up as it was measured. A model prefers it rounded down: `python -m benchmarks.packed_segments`.
-    wanted = min(max(1, whole + (left > 0 and not plan.untimed)), MAX_SEGMENTS)
+    wanted = min(max(1, 2 * PROGRAMS_TO_FILL // across), MAX_SEGMENTS)
     return max(plan.min_segment, cdiv(count, wanted))
 
 

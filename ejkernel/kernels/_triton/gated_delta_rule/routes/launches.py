@@ -56,7 +56,7 @@ def head_gate_rows(call: Call, with_scores: bool = True) -> tuple[Correction, Ro
 def correction_of(call: Call, scores: Array, scores_low: Array | None = None) -> Correction:
     """From the scores of keys with keys."""
     plan = call.plan
-    if HAS_GLUON and plan.untimed and plan.bfloat16 and plan.C == 64:
+    if HAS_GLUON and plan.bfloat16 and plan.C == 64:
         return _correction_in_registers(call, scores, scores_low)
     found = _correction(call, {"q": None, "M": scores, "M_low": scores_low}, with_scores=False)
     return Correction(found["Z"], found["betas"], found.get("key_scores"))

@@ -26,6 +26,7 @@ if HAS_GLUON:
     from ejkernel.kernels._triton.linear.kernels import weak_axis_from_rows, weak_axis_warpgroups
 
 Outputs = dict[str, jax.ShapeDtypeStruct | None]  # dx, dy, dg
+GATES_BY_WARPGROUPS = (frozenset({"gk"}), frozenset({"gk", "gv"}))
 # (K, V): slots of keys, values and scores that fit into Hopper's shared memory. With 64 key channels two warpgroups take turns.
 # There all numbers are even, so that a slot is always of the same warpgroup.
 SLOTS = {
@@ -128,9 +129,7 @@ class AxisLaunch:
         configuration names other tiles."""
         call, own, other = self.call, self.own, self.other
         plan = call.plan
-        # `weak_axis_from_rows_by_warpgroups` was not timed yet.
-        gates = plan.gates == {"gk"} or (plan.untimed and plan.gates == {"gk", "gv"})
-        covered = plan.warpgroups and gates and not (plan.named_scan_tiles or plan.block_k)
+        covered = plan.warpgroups and plan.gates in GATES_BY_WARPGROUPS and not (plan.named_scan_tiles or plan.block_k)
         asked = self.out["dy"] is not None and self.out["dg"] is not None and (plan.K, plan.V) in SLOTS
         arrays = (own.x, own.y, own.gate, other.x, other.y)
         return covered and asked and all(x is not None and x.dtype == jnp.bfloat16 for x in arrays)

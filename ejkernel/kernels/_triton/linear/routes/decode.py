@@ -17,16 +17,21 @@ from ejkernel.kernels._triton.linear.routes.route import Changes, Gradients, Rou
 
 VALUE_TILES, WARPS = (16, 32, 64, 128), (1, 2, 4, 8, 16)
 A_THREADS = (16, 32, 64)  # numbers of the state that a thread may hold: fewer are too few loads in flight, more spill
-STATE_TILE = 8192  # numbers of the state in a program, where no configuration names its tile
-USUAL_WARPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep(Route):
-    """Every state is read and written once. The gradient is that of the call in chunks."""
+    """Every state is read and written once. The gradient is that of the call in chunks.
+
+    Attributes:
+        most_keys: key channels that one program may hold.
+        state_tile, usual_warps: numbers of the state in a program, and its warps, where no configuration names them.
+    """
 
     chunked: Route
     most_keys: ClassVar[int] = 512
+    state_tile: ClassVar[int] = 8192
+    usual_warps: ClassVar[int] = 4
     title = "decode step"
     covers = "schedule='recurrent', the heuristic up to 16 tokens; any gates and dtypes"
 
@@ -74,7 +79,7 @@ class DecodeStep(Route):
         """Key channels, value channels and warps of a program."""
         plan = self.plan
         keys = tile(plan.K, self.most_keys)
-        return keys, plan.block_d or tile(plan.V, max(16, STATE_TILE // keys)), plan.num_warps or USUAL_WARPS
+        return keys, plan.block_d or tile(plan.V, max(16, self.state_tile // keys)), plan.num_warps or self.usual_warps
 
     def refuses(self, cfg: RecurrenceConfig) -> str | None:
         return self.chunked.refuses(cfg)

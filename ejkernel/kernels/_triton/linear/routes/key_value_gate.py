@@ -142,9 +142,9 @@ class KeyValueGate(Route):
 
 
 def _scanned_by_warpgroups(plan: Plan, v: Array, gv: Array) -> bool:
-    """Whether `key_value_scan_by_warpgroups`, which was not timed yet, makes the outputs and states."""
-    asked = plan.untimed and plan.warpgroups and not plan.named_scan_tiles
-    return asked and plan.K == plan.V == 128 and v.dtype == gv.dtype == jnp.bfloat16
+    """Whether `key_value_scan_by_warpgroups` makes the outputs and states."""
+    covered = plan.warpgroups and not plan.named_scan_tiles
+    return covered and plan.K == plan.V == 128 and v.dtype == gv.dtype == jnp.bfloat16
 
 
 def _gates_of_values(call: Call) -> GateRange:

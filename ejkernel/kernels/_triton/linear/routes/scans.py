@@ -168,7 +168,7 @@ def wide_tiles(plan: Plan, key_channels: int) -> bool:
 def _wide_scan(plan: Plan, v: Array, common: dict[str, Any]) -> dict[str, Any]:
     """The kernel that scans wide tiles, and its constants, of those that all scans of gated rows have."""
     whole = plan.K == WIDE_KEYS and plan.V % WIDE_VALUES == 0 and v.dtype == jnp.bfloat16
-    if not (plan.untimed and plan.warpgroups and whole):
+    if not (plan.warpgroups and whole):
         return {"kernel": rows_scan.scan_rows_wide, "BV": WIDE_VALUES, "STAGES": 2, "num_warps": 8, **common}
     kept = {name: common[name] for name in ("H", "HV", "V", "SIGN", "EVEN", "ADJOINT")}
     return {
