@@ -2,7 +2,6 @@
 
     python -m benchmarks.delta_rule_gpu [--sides ours fla jla] [--rows TEXT ...] [--kernels] [--json FILE] [--seconds-in-all S]
     python -m benchmarks.delta_rule_gpu --errors [--json FILE]                errors against float64
-    python -m benchmarks.delta_rule_gpu --sides ours untimed --rows TEXT      beside kernels that no GPU has timed
     python -m benchmarks.delta_rule_gpu --decode-tiles [--json FILE]          a step of decoding with other tiles
     TRITON_INTERPRET=1 python -m benchmarks.delta_rule_gpu --tiny --sides ours                                on a CPU
 
@@ -22,17 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernel_times import (
-    BANDWIDTH,
-    Arrays,
-    Calls,
-    difference,
-    jitted,
-    kernel_ms,
-    named,
-    print_kernels,
-    with_untimed_kernels,
-)
+from benchmarks.kernel_times import BANDWIDTH, Arrays, Calls, difference, jitted, kernel_ms, named, print_kernels
 from ejkernel.kernels._delta import DeltaProblem, GatedDeltaRuleConfig
 from ejkernel.kernels._triton import gated_delta_rule
 from ejkernel.testing import jax_linear
@@ -51,11 +40,6 @@ def ours(arrays: Arrays, do: jax.Array, cu: np.ndarray | None, cfg: GatedDeltaRu
     return jitted(lambda arrays: gated_delta_rule(**arrays, cu_seqlens=cu_seqlens, cfg=cfg)[0], arrays, do)
 
 
-def untimed(arrays: Arrays, do: jax.Array, cu: np.ndarray | None, cfg: GatedDeltaRuleConfig | None = None) -> Calls:
-    """Ours where kernels that no GPU has timed are asked for."""
-    return with_untimed_kernels(ours(arrays, do, cu, cfg))
-
-
 def fla(arrays: Arrays, do: jax.Array, cu: np.ndarray | None, *, keep_tuning: bool = False) -> Calls:
     """Its guard against Triton 3.4 to 3.7.0 on Hopper is switched off, as a mark of speed only."""
     if not keep_tuning:
@@ -69,9 +53,7 @@ def jla(arrays: Arrays, do: jax.Array, cu: np.ndarray | None) -> Calls:
     return jitted(lambda arrays: run(**arrays), arrays, do)
 
 
-SIDES: dict[str, Callable[..., Calls]] = {"ours": ours, "untimed": untimed, "fla": fla, "jla": jla}
-USUAL_SIDES = ["ours", "fla", "jla"]
-MINE = ("ours", "untimed")
+SIDES: dict[str, Callable[..., Calls]] = {"ours": ours, "fla": fla, "jla": jla}
 MISSING = {"fla": fla_missing, "jla": jax_linear.missing}
 TINY = (1, 70, 2, 2, 64, 64)
 STEP = (128, 16, 128)  # sequences, heads, channels
@@ -173,7 +155,7 @@ def measured(run: Run, name: str, kind: str, sides: dict[str, Callable[..., Call
     def measure(side: str) -> dict[str, Any]:
         forward, both, wait = sides[side](*inputs(name, kind))
         found: dict[str, Any] = {"ms": (kernel_ms(forward, wait), kernel_ms(both, wait))}
-        if kernels and side in MINE:
+        if kernels and side == "ours":
             print_kernels(both, wait)
         result = named(both())
         if side == "ours":
@@ -191,7 +173,7 @@ def measured(run: Run, name: str, kind: str, sides: dict[str, Callable[..., Call
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     Run.add_options(parser, rows="'shape gate;', 'decode gate;'")
-    parser.add_argument("--sides", nargs="+", default=USUAL_SIDES, choices=list(SIDES))
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
     parser.add_argument("--kernels", action="store_true", help="ours, kernel by kernel")
     parser.add_argument("--cfg", type=json.loads, help="fields of a configuration for ours, as JSON")
     parser.add_argument("--errors", action="store_true", help="errors against float64 instead of times")
@@ -213,7 +195,7 @@ def main() -> None:
     if options.tiny:
         SHAPES.update({name: TINY for name in SHAPES if not name.startswith("packed")})
     cfg = None if options.cfg is None else GatedDeltaRuleConfig(**{"schedule": "chunked", "block_q": 64, **options.cfg})
-    sides = {side: functools.partial(SIDES[side], cfg=cfg) if side in MINE else SIDES[side] for side in chosen}
+    sides = {side: functools.partial(ours, cfg=cfg) if side == "ours" else SIDES[side] for side in chosen}
     if not options.tiny and "ours" in sides:
         decode(run)
     for name, kind in ROWS:

@@ -29,14 +29,6 @@ def jitted(run: Callable[[Arrays], jax.Array], arrays: Arrays, do: jax.Array) ->
     return lambda: forward(arrays), lambda: both(arrays, do), jax.block_until_ready
 
 
-def with_untimed_kernels(calls: Calls) -> Calls:
-    """The same calls with kernels that no GPU has timed where there are some: a call is planned when it is first made."""
-    from ejkernel.kernels._triton.linear._plan import untimed_kernels
-
-    forward, both, wait = calls
-    return untimed_kernels()(forward), untimed_kernels()(both), wait
-
-
 def named(result: Any) -> dict[str, jax.Array]:
     """output and gradients of a forward+backward result, torch's or JAX's."""
     output, gradients = result

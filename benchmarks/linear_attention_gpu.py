@@ -4,7 +4,6 @@
     python -m benchmarks.linear_attention_gpu --json rows.jsonl --seconds-in-all 500   ends in time; again: goes on from there
     python -m benchmarks.linear_attention_gpu --ours-only --cfg '{"block_d": 32}'       ours alone, with other tiles
     python -m benchmarks.linear_attention_gpu --ours-only --plan '{"min_segment": 4}'         with another plan
-    python -m benchmarks.linear_attention_gpu --sides ours untimed --rows packed        beside kernels that no GPU has timed
     python -m benchmarks.linear_attention_gpu --errors [--json errors.jsonl]            errors of each side against float64
     python -m benchmarks.linear_attention_gpu --plot rows.jsonl picture.png
     python -m benchmarks.linear_attention_gpu --tiny                                    tries the script, on any device
@@ -29,17 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernel_times import (
-    BANDWIDTH,
-    Arrays,
-    Calls,
-    difference,
-    jitted,
-    kernel_ms,
-    named,
-    print_kernels,
-    with_untimed_kernels,
-)
+from benchmarks.kernel_times import BANDWIDTH, Arrays, Calls, difference, jitted, kernel_ms, named, print_kernels
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.modules import recurrent_attention
 from ejkernel.testing import jax_linear
@@ -80,11 +69,6 @@ def ours(arrays: Arrays, do: jax.Array, cu: np.ndarray | None, cfg: LinearConfig
     return jitted(run, {n: x for n, x in arrays.items() if n not in gamma}, do)
 
 
-def untimed(arrays: Arrays, do: jax.Array, cu: np.ndarray | None, cfg: LinearConfig | None = None, tiny: bool = False) -> Calls:
-    """Ours where kernels that no GPU has timed are asked for."""
-    return with_untimed_kernels(ours(arrays, do, cu, cfg, tiny))
-
-
 def fla(arrays: Arrays, do: jax.Array, cu: np.ndarray | None, *, keep_tuning: bool = False) -> Calls:
     if not keep_tuning:
         forget_tuning()
@@ -98,9 +82,7 @@ def jla(arrays: Arrays, do: jax.Array, cu: np.ndarray | None) -> Calls:
     return jitted(lambda arrays: run(**arrays, **gamma), {n: x for n, x in arrays.items() if n not in gamma}, do)
 
 
-SIDES: dict[str, Callable[..., Calls]] = {"ours": ours, "untimed": untimed, "fla": fla, "jla": jla}
-USUAL_SIDES = ["ours", "fla", "jla"]
-MINE = ("ours", "untimed")
+SIDES: dict[str, Callable[..., Calls]] = {"ours": ours, "fla": fla, "jla": jla}
 MISSING = {"fla": fla_missing, "jla": jax_linear.missing}
 
 
@@ -175,7 +157,7 @@ def measured(run: Run, name: str, kind: str, sides: dict[str, Callable[..., Call
     def measure(side: str) -> dict[str, Any]:
         forward, both, wait = sides[side](*inputs_of(name, kind))
         times = kernel_ms(forward, wait), kernel_ms(both, wait)
-        if kernels and side in MINE:
+        if kernels and side == "ours":
             for call in (forward, both):
                 print_kernels(call, wait)
         found: dict[str, Any] = {"ms": times, "floor": floor_ms(name, kind)}
@@ -250,7 +232,7 @@ def chosen_sides(options: argparse.Namespace, run: Run) -> dict[str, Callable[..
     """The sides that are asked for and can run here; stderr says which cannot."""
     sides = dict(SIDES)
     cfg = None if options.cfg is None else LinearConfig(**{"schedule": "chunked", "block_q": 64, **options.cfg})
-    sides |= {side: functools.partial(sides[side], cfg=cfg, tiny=options.tiny) for side in MINE}
+    sides["ours"] = functools.partial(ours, cfg=cfg, tiny=options.tiny)
     asked = ["ours"] if options.ours_only else options.sides
     return {side: sides[side] for side in run.runnable([side for side in SIDES if side in asked], MISSING)}
 
@@ -258,7 +240,7 @@ def chosen_sides(options: argparse.Namespace, run: Run) -> dict[str, Callable[..
 def options_given() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     Run.add_options(parser)
-    parser.add_argument("--sides", nargs="+", default=USUAL_SIDES, choices=list(SIDES))
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
     parser.add_argument("--ours-only", action="store_true", help="leave the others out (fla's tuning takes a minute a row)")
     parser.add_argument("--kernels", action="store_true", help="ours, kernel by kernel")
     parser.add_argument("--cfg", type=json.loads, help="fields of a configuration for ours, as JSON")

@@ -1,7 +1,7 @@
 """Registers, shared memory and spills of every kernel that the triton platform launches, compiled for a GPU that need not
 be here (no CUDA plugin either):
 
-    python -m benchmarks.triton_resources [--capability 80 90] [--calls gk g ...] [--candidates] [--untimed] [--json]
+    python -m benchmarks.triton_resources [--capability 80 90] [--calls gk g ...] [--candidates] [--json]
 
 A table with one line for each kernel of each call (of `EVERY`; all), or with --json one object a line. Kernels are compiled
 only where Triton does not interpret them: TRITON_INTERPRET must not be set. Spills are bytes of stack frame a thread.
@@ -10,7 +10,6 @@ only where Triton does not interpret them: TRITON_INTERPRET must not be set. Spi
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import os
@@ -151,21 +150,17 @@ def main() -> None:
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90], help="80: A100, 90: H100 and H200")
     parser.add_argument("--calls", nargs="+", default=EVERY, choices=EVERY, metavar="CALL")
     parser.add_argument("--candidates", action="store_true", help="with every configuration that the tuner would try")
-    parser.add_argument("--untimed", action="store_true", help="with the kernels that no GPU has timed, where there are some")
     parser.add_argument("--json", action="store_true", help="one object a line")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise SystemExit("TRITON_INTERPRET=1 is set, and interpreted kernels cannot be compiled.")
     if not options.json:
         print(f"{'sm':>3} {'call':12} {'kernel':45} {'registers':>9} {'shared':>7} {'spills':>7}  configuration")
-    from ejkernel.kernels._triton.linear._plan import untimed_kernels
-
-    with untimed_kernels() if options.untimed else contextlib.nullcontext():
-        for capability in options.capability:
-            for e in report(capability, options.calls, options.candidates):
-                numbers = f"{e['registers']:9} {e['shared']:7} {e['spills']:7}"
-                line = f"{capability:3} {e['call']:12} {e['kernel']:45} {numbers}  {e['config']}"
-                print(json.dumps(e) if options.json else line, flush=True)
+    for capability in options.capability:
+        for e in report(capability, options.calls, options.candidates):
+            numbers = f"{e['registers']:9} {e['shared']:7} {e['spills']:7}"
+            line = f"{capability:3} {e['call']:12} {e['kernel']:45} {numbers}  {e['config']}"
+            print(json.dumps(e) if options.json else line, flush=True)
 
 
 if __name__ == "__main__":

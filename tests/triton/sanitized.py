@@ -11,7 +11,6 @@ and only the kernels run on the GPU, so that little else is watched. Exits with 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -35,7 +34,6 @@ from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton import attention, gated_delta_rule, recurrent
 from ejkernel.kernels._triton.causal_conv1d._solve import activated
-from ejkernel.kernels._triton.linear._plan import untimed_kernels
 from ejkernel.kernels._triton.linear.kernels.rows_scan import scan_rows_wide
 from ejkernel.kernels._triton.linear.routes.scans import WIDE_SHARED
 from ejkernel.testing.attention_cases import AttentionCase
@@ -53,6 +51,7 @@ CASES: list[Case | DeltaRun | AttentionRun | ConvolutionRun] = [
     Case((), shape=(1, 2100, 1, 1, 24, 40), **BF16),  # splits the sequence
     Case(("g",), shape=(1, 130, 2, 1, 64, 128), cu_seqlens=PACKED, reverse=True, **BF16),  # whole tiles
     Case((), shape=(1, 2100, 1, 1, 128, 64), **BF16),
+    Case(("g",), shape=(1, 2100, 1, 1, 64, 64), **BF16),
     Case(("g",), shape=(1, 70, 2, 1, 100, 36), block_q=32, state=True),
     Case(("g",), shape=(1, 70, 1, 1, 300, 70), **BF16),
     Case(("g",), shape=(1, 70, 1, 1, 140, 24), **BF16),
@@ -63,27 +62,13 @@ CASES: list[Case | DeltaRun | AttentionRun | ConvolutionRun] = [
     Case(("gk",), shape=(1, 2100, 1, 1, 24, 40), **BF16),
     Case(("gk",), "resets in some segments", shape=(1, 2100, 1, 1, 128, 128), **BF16),  # whole tiles
     Case(("gk",), shape=(1, 130, 2, 1, 64, 64), cu_seqlens=PACKED, reverse=True, **BF16),
+    Case(("gk",), shape=(1, 130, 2, 1, 256, 128), cu_seqlens=PACKED, **BF16),
+    Case(("gk", "gv"), RESETS, shape=(1, 130, 2, 1, 128, 128), cu_seqlens=PACKED, **BF16),
     Case(("gk",), shape=(1, 70, 1, 1, 24, 40), block_q=32, state=True),
     Case(("gv",), shape=(1, 70, 1, 1, 24, 40), **BF16),
     Case(("g", "gk", "gv", "g_gamma"), RESETS, shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, **BF16),
     Case(("g", "gk", "gv", "g_gamma"), shape=(3, 3, 4, 2, 40, 24), schedule="recurrent", **BF16),
     Case(("gk",), shape=(1, 130, 2, 1, 40, 24), cu_seqlens=PACKED, schedule="recurrent", reverse=True, **BF16),
-]
-
-
-class Untimed:
-    """Of a case that kernels are taken for that no GPU has timed, where there are some."""
-
-
-@dataclasses.dataclass(frozen=True)
-class UntimedCase(Untimed, Case):
-    pass
-
-
-CASES += [
-    UntimedCase(("g",), shape=(1, 2100, 1, 1, 64, 64), **BF16),
-    UntimedCase(("gk",), shape=(1, 130, 2, 1, 256, 128), cu_seqlens=PACKED, **BF16),
-    UntimedCase(("gk", "gv"), RESETS, shape=(1, 130, 2, 1, 128, 128), cu_seqlens=PACKED, **BF16),
 ]
 
 
@@ -109,11 +94,6 @@ class DeltaRun:
         return self.case.weights()
 
 
-@dataclasses.dataclass(frozen=True)
-class UntimedDelta(Untimed, DeltaRun):
-    pass
-
-
 _DELTA: dict[str, Any] = {"initial_state": True, "key_channels": 40, "value_channels": 24, "dtype": "bfloat16"}
 _TILES_DELTA: dict[str, Any] = {**_DELTA, "time": 300, "key_channels": 64, "value_channels": 128}
 _PACKED_TILES: dict[str, Any] = {**_TILES_DELTA, "lengths": (5, 0, 65, 60)}
@@ -125,7 +105,6 @@ CASES += [
     DeltaRun(DeltaCase("head whole tiles", batch=1, gate="head", **_TILES_DELTA)),
     DeltaRun(DeltaCase("channel whole tiles packed", gate="channel", reverse=True, **_PACKED_TILES)),
     DeltaRun(DeltaCase("channel packed", gate="channel", gate_kind="resets", reverse=True, **_PACKED_DELTA)),
-    UntimedDelta(DeltaCase("channel packed, untimed", gate="channel", gate_kind="resets", reverse=True, **_PACKED_DELTA)),
     DeltaRun(DeltaCase("channel float32", batch=1, gate="channel", **{**_DELTA, "dtype": "float32"}), _SHORT),
     DeltaRun(DeltaCase("channel packed", gate="channel", **_PACKED_DELTA), GatedDeltaRuleConfig("recurrent", 64)),
 ]
@@ -221,8 +200,7 @@ def value_and_gradient(case: Case | DeltaRun | AttentionRun | ConvolutionRun) ->
 
     def run(arrays: dict[str, Any], cu_seqlens: Any, weights: Any) -> Any:
         def loss(arrays: dict[str, Any]) -> Any:
-            with untimed_kernels() if isinstance(case, Untimed) else contextlib.nullcontext():
-                out = function(**arrays, cu_seqlens=cu_seqlens)
+            out = function(**arrays, cu_seqlens=cu_seqlens)
             return sum(jnp.sum(x.astype(jnp.float32) * w.astype(jnp.float32)) for x, w in zip(out, weights, strict=True)), out
 
         return jax.grad(loss, has_aux=True)(arrays)

@@ -42,7 +42,7 @@ _WEAK_AXIS = (
 _KEY_SCAN = "0.149 ms on r1 forward and 0.174 back (24 bytes where rows are full, 3.6); 72 bytes 0.156, by rows 0.226 forward"
 _NARROW_SCAN = "only the segments' ends; 64 value channels 0.334 ms on r4 for everything, before `scan_rows_wide`"
 _WIDE_SCAN = (
-    "both passes with states 0.74 to 0.79 ms on r4 (48 bytes, Triton 3.6), 1.00 by `scan_rows`; without states nothing spills"
+    "of the beginning and the end, where an initial state is read and the last one written: no store of a spill among products"
 )
 _KEY_ROWS = (
     "strongly gated chunks; 64 channels a turn 0.387 ms on r1 of the delta rule (even lengths, 64 bytes, Triton 3.6); 128 "
@@ -90,8 +90,8 @@ SPILLS = [
     Spill(90, "gk wide", "gated_axis", 80, _AXIS + "; r4 1.01, states after the scores 2.1"),
     Spill(90, "gk wide", "scan_rows", 440, _NARROW_SCAN),
     Spill(90, "g broad", "scan_rows", 480, _NARROW_SCAN),
-    Spill(90, "gk wide", "scan_rows_wide", 376, _WIDE_SCAN),
-    Spill(90, "g broad", "scan_rows_wide", 336, _WIDE_SCAN),
+    Spill(90, "gk wide", "wide_scan_by_warpgroups", 1240, _WIDE_SCAN),
+    Spill(90, "g broad", "wide_scan_by_warpgroups", 1240, _WIDE_SCAN),
     Spill(90, "gk gv", "weak_axis", 576, "two axes 1.29 ms on r1; one load in flight 1.38, 64 other channels a turn 1.40"),
     Spill(90, "gk gv", "gated_rows", 256, _ROWS_SPLIT),
     Spill(90, "gk gv", "weak_rows", 48, _WEAK_ROWS),
@@ -138,12 +138,10 @@ SPILLS = [
     Spill(90, "delta head float32", "delta_head_gradients", 1984, _EXACT),
     Spill(90, "delta channel", "weak_rows", 80, "keys' own rows besides: 0.205 ms on r1 of the delta rule; 168 registers 0.30"),
     Spill(90, "delta channel", "gated_key_rows", 448, _KEY_ROWS),
-    Spill(90, "delta channel", "delta_correction", 112, _DELTA),
     Spill(90, "delta channel", "delta_weak_gradients", 232, _DELTA_WEAK),
     Spill(90, "delta channel", "delta_gated_gradients", 312, _DELTA_GATED),
     Spill(90, "delta channel wide", "weak_rows", 1216, _DELTA_WIDE),
     Spill(90, "delta channel wide", "gated_key_rows", 680, _DELTA_WIDE),
-    Spill(90, "delta channel wide", "delta_correction", 112, _DELTA),
     Spill(90, "delta channel wide", "delta_scan", 528, _DELTA_WIDE),
     Spill(90, "delta channel wide", "delta_adjoint_scan", 368, _DELTA_WIDE),
     Spill(90, "delta channel wide", "delta_weak_gradients", 208, _DELTA_WIDE),
@@ -161,14 +159,12 @@ SPILLS = [
     Spill(80, "delta channel", "weak_rows", 232, _AMPERE),
     Spill(80, "delta channel", "gated_key_rows", 368, _AMPERE),
     Spill(80, "delta channel", "delta_scores_in_blocks", 824, _AMPERE),
-    Spill(80, "delta channel", "delta_correction", 120, _AMPERE),
     Spill(80, "delta channel", "delta_scan", 2624, _AMPERE),
     Spill(80, "delta channel", "delta_adjoint_scan", 1448, _AMPERE),
     Spill(80, "delta channel", "delta_weak_gradients", 328, _AMPERE),
     Spill(80, "delta channel", "delta_gated_gradients", 696, _AMPERE),
     Spill(80, "delta channel wide", "weak_rows", 6184, _AMPERE),
     Spill(80, "delta channel wide", "gated_key_rows", 432, _AMPERE),
-    Spill(80, "delta channel wide", "delta_correction", 120, _AMPERE),
     Spill(80, "delta channel wide", "delta_scan", 152, _AMPERE),
     Spill(80, "delta channel wide", "delta_adjoint_scan", 488, _AMPERE),
     Spill(80, "delta channel wide", "delta_weak_gradients", 328, _AMPERE),

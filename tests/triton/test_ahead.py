@@ -32,11 +32,11 @@ def test_what_comes_after_a_comparison_is_compiled_too(tmp_path):
 
 
 @pytest.mark.long
-def test_what_a_benchmark_launches_is_compiled_with_what_no_gpu_has_timed(tmp_path):
+def test_what_a_benchmark_launches_is_compiled_without_a_gpu(tmp_path):
     rows = ("--rows", "4x4096x32x64x64 channel", "channel mild unit usual;", "decode channel")
     outside("-m", "benchmarks.ahead", "delta_rule_gpu", *rows, environment={"TRITON_CACHE_DIR": str(tmp_path)})
     compiled = collections.Counter(path.stem for path in tmp_path.glob("*/*.ptx"))
-    assert {"delta_correction", "delta_correction_in_registers", "delta_scan_by_warpgroups"} <= compiled.keys()
+    assert {"delta_correction_in_registers", "delta_scan_by_warpgroups"} <= compiled.keys()
     assert compiled["delta_steps"] >= 8  # tiles that are raced
 
 

@@ -111,6 +111,14 @@ def test_a_step_is_raced_with_tiles_that_differ(platform, step):
     assert len({warps for _, _, warps in tiles}) >= 3
 
 
+def test_the_usual_tiles_of_a_step_are_the_fastest_measured():
+    """Of 128 channels: key channels, value channels, warps of a program. The delta rule: 0.072 ms, for 0.075 with the other."""
+    for platform, step, usual in ((TritonDeltaRule(), delta_step(128), (128, 32, 2)), (*STEPS[0], (128, 64, 4))):
+        first, *others = (platform.taken(step, cfg).tiles for cfg in platform.candidates(step))
+        assert first == usual
+        assert usual not in others
+
+
 @pytest.mark.long
 def test_candidates_compile():
     """Those of the gate with the largest tiles; of all calls: python -m benchmarks.triton_resources --candidates"""

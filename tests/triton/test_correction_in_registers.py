@@ -1,6 +1,5 @@
-"""The correction of a chunk in registers, which no GPU has timed: beside the kernel in use, in whole calls, and compiled."""
+"""The correction of a chunk in registers: beside `delta_correction` on the same scores, in whole calls, and compiled."""
 
-import dataclasses
 import functools
 import json
 from typing import Any
@@ -17,19 +16,16 @@ from ejkernel._device import Device, device_of, on_device
 from ejkernel.kernels._delta import GatedDeltaRuleConfig
 from ejkernel.kernels._triton import gated_delta_rule
 from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
+from ejkernel.kernels._triton.gated_delta_rule.routes import launches as delta_launches
 from ejkernel.kernels._triton.gated_delta_rule.routes import route_of
-from ejkernel.kernels._triton.gated_delta_rule.routes.launches import correction_of
 from ejkernel.kernels._triton.linear._call import Call
 from ejkernel.kernels._triton.linear._launches import arrays_of, launches
-from ejkernel.kernels._triton.linear._plan import untimed_kernels
 from ejkernel.testing.compare import assert_close, relative_rms
 from ejkernel.testing.delta_cases import DeltaCase
 from tests.triton.processes import outside
 from tests.triton.test_delta import problem
 
-interpreted = pytest.mark.skipif(
-    device_of(()).backend != "cpu", reason="for a GPU: python -m benchmarks.delta_rule_gpu --sides ours untimed"
-)
+interpreted = pytest.mark.skipif(device_of(()).backend != "cpu", reason="where there is a GPU, test_delta.py runs it compiled")
 H200 = Device("gpu", "NVIDIA H200", 90)
 KERNEL = "delta_correction_in_registers"
 CHUNKED = GatedDeltaRuleConfig("chunked", 64)
@@ -61,15 +57,12 @@ def split_scores(keys: np.ndarray, token: int, sign: int, rows: int) -> np.ndarr
 @interpreted
 @pytest.mark.parametrize("case", SCORES, ids=str)
 @pytest.mark.parametrize("parts", [1, 2])
-def test_as_the_correction_in_use(case, parts):
+def test_as_the_portable_correction(case, parts, monkeypatch):
     """On the same scores: the same arithmetic, so next to the same numbers where the rule amplifies every rounding, too."""
     rule = case.problem
     plan = delta_plan(rule, CHUNKED)
-    calls = [
-        Call.of(dataclasses.replace(plan, untimed=untimed), dict(rule.differentiable), rule.cu_seqlens)
-        for untimed in (False, True)
-    ]
-    chunks = calls[0].chunks
+    call = Call.of(plan, dict(rule.differentiable), rule.cu_seqlens)
+    chunks = call.chunks
     where = chunks_of(case)
     assert len(where) <= chunks.count
     flat = np.asarray(rule.differentiable["key"], np.float64)[0]
@@ -77,15 +70,18 @@ def test_as_the_correction_in_use(case, parts):
     for s, (token, rows) in enumerate(where):
         scores[:, s] = split_scores(flat, token, plan.sign, rows)
     high, low = (jnp.asarray(x) for x in scores)
-    usual, untimed = (correction_of(call, high, low if parts == 2 else None) for call in calls)
+    correction = lambda: delta_launches.correction_of(call, high, low if parts == 2 else None)
+    in_registers = correction()
+    monkeypatch.setattr(delta_launches, "HAS_GLUON", False)
+    portable = correction()
     lower = np.tri(4, dtype=bool).repeat(16, 0).repeat(16, 1)
     for s in range(len(where)):
-        np.testing.assert_array_equal(untimed.betas[s], usual.betas[s])
+        np.testing.assert_array_equal(in_registers.betas[s], portable.betas[s])
         for h in range(2):
-            found, want = (np.where(lower, np.asarray(x.Z[s, h], np.float32), 0.0) for x in (untimed, usual))
+            found, want = (np.where(lower, np.asarray(x.Z[s, h], np.float32), 0.0) for x in (in_registers, portable))
             assert np.isfinite(found).all()
             assert relative_rms(found, want) < 5e-4 or not want.any()
-    assert untimed.key_scores is None
+    assert in_registers.key_scores is None
 
 
 def chunks_of(case: DeltaCase) -> list[tuple[int, int]]:
@@ -118,16 +114,22 @@ LONG = ("everything", "resets")
 
 @interpreted
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.long) if x.name in LONG else x for x in WHOLE], ids=str)
-def test_whole_calls_match_float64(case, launched):
+def test_whole_calls_match_float64(case, launched, monkeypatch):
     run = functools.partial(gated_delta_rule, cfg=CHUNKED)
-    with on_device(H200), untimed_kernels():
+    with on_device(H200):
         found = jax.block_until_ready(case.evaluate(run))
     assert KERNEL in launched
     want, (values, gradients) = case.expected(), case.tolerance
     if case.amplifies:  # bfloat16's own rounding, too
+        monkeypatch.setattr(delta_launches, "HAS_GLUON", False)
+        launched.clear()
+        jax.clear_caches()  # where what is traced is kept by its plan
         with on_device(H200):
-            usual = case.evaluate(run)
-        values, gradients = (max(x, 1.02 * max(relative_rms(usual[n], want[n]) for n in want)) for x in (values, gradients))
+            portable = jax.block_until_ready(case.evaluate(run))
+        jax.clear_caches()
+        assert KERNEL not in launched
+        of_portable = 1.02 * max(relative_rms(portable[n], want[n]) for n in want)
+        values, gradients = max(values, of_portable), max(gradients, of_portable)
     assert_close(found, want, (values, gradients))
 
 
@@ -139,34 +141,37 @@ def kernels_of(*call, cfg=CHUNKED, **of_problem) -> list[str]:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_only_where_it_is_asked_for(packed):
-    for K in (64, 100, 128, 256):
-        usual = kernels_of("channel", K, 64, 2000, packed=packed)
-        with untimed_kernels():
-            asked = kernels_of("channel", K, 64, 2000, packed=packed)
-        assert asked == [KERNEL if name == "delta_correction" else name for name in usual] != usual
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+def test_gates_per_key_channel_on_every_gpu(capability, packed, monkeypatch):
+    """Where this Triton has no Gluon, by the portable kernel."""
+    found = {K: kernels_of("channel", K, 64, 2000, packed=packed, capability=capability) for K in (64, 100, 128, 256)}
+    monkeypatch.setattr(delta_launches, "HAS_GLUON", False)
+    for K, kernels in found.items():
+        portable = kernels_of("channel", K, 64, 2000, packed=packed, capability=capability)
+        assert "delta_correction" in portable
+        assert kernels == [KERNEL if name == "delta_correction" else name for name in portable]
 
 
-def test_all_other_calls_keep_theirs():
+def test_all_other_calls_by_the_portable_kernel():
     others: tuple[tuple[str | None, dict[str, Any]], ...] = (
         ("head", {}), (None, {}), ("channel", {"dtype": "float32"}), ("channel", {"dtype": "float16"}),
         ("channel", {"cfg": GatedDeltaRuleConfig("chunked", 32)}),
     )  # fmt: skip
     for gate, options in others:
-        usual = kernels_of(gate, 64, 64, 2000, **options)
-        with untimed_kernels():
-            assert kernels_of(gate, 64, 64, 2000, **options) == usual
-        assert "delta_correction" in usual
+        found = kernels_of(gate, 64, 64, 2000, **options)
+        assert "delta_correction" in found
+        assert KERNEL not in found
 
 
 @pytest.mark.long
 def test_compiled():
-    """It spills nothing, and between its products no thread asks another."""
-    for found in json.loads(outside("-m", "tests.triton.correction_in_registers")):
+    """For every GPU it spills next to nothing, and between its products no thread asks another."""
+    compiled = json.loads(outside("-m", "tests.triton.correction_in_registers"))
+    assert {found["capability"] for found in compiled} == {80, 89, 90, 120}
+    for found in compiled:
         assert found["spills"] <= 8, found
-        assert found["registers"] <= 168, (
-            found
-        )  # twelve programs of a warp to a multiprocessor, which shared memory has room for
+        # Twelve programs of a warp to a multiprocessor of an H200, which shared memory has room for.
+        assert found["registers"] <= 168, found
         assert found["shared"] <= 18 << 10, found
         assert found["products"] == 208, found
         assert found["shuffles"] == 0, found

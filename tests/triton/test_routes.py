@@ -17,7 +17,7 @@ from ejkernel.callib import shared_memory_of
 from ejkernel.kernels._linear import LinearConfig, LinearProblem
 from ejkernel.kernels._triton._recurrence import MAX_STEPS, MOST
 from ejkernel.kernels._triton.linear._launches import arrays_of, launches
-from ejkernel.kernels._triton.linear._plan import GATES, Plan, untimed_kernels
+from ejkernel.kernels._triton.linear._plan import GATES, Plan
 from ejkernel.kernels._triton.linear._platform import TritonLinear
 from ejkernel.kernels._triton.linear._solve import gradients_along
 from ejkernel.kernels._triton.linear.routes import ROUTES, route_of
@@ -84,14 +84,6 @@ def test_every_call_has_one_route(gates):
             assert by_scans == (name == "head gate" and "g" not in gates and not asked and limit(plan) >= V)
             assert by_scans or differentiated == route
         assert all(route_of(Plan.of(call, cfg)).plan.gates == plan.gates for cfg in others)
-
-
-def test_kernels_that_no_gpu_has_timed_are_taken_where_they_are_asked_for_alone():
-    call = problem(("gk",), 64, 64, 2048)
-    usual = Plan.of(call, LinearConfig())
-    with untimed_kernels():
-        asked = Plan.of(call, LinearConfig())
-    assert asked == dataclasses.replace(usual, untimed=True) != usual == Plan.of(call, LinearConfig())
 
 
 def limit(plan: Plan) -> int:

@@ -21,6 +21,7 @@ from ejkernel.kernels._triton.gated_delta_rule.routes import route_of as route_o
 from ejkernel.kernels._triton.linear._launches import arrays_of, launches
 from ejkernel.kernels._triton.linear._plan import Plan
 from ejkernel.kernels._triton.linear.routes import route_of
+from ejkernel.kernels._triton.linear.routes.head_gate import MANY_SEGMENTS
 from tests.triton.processes import outside
 from tests.triton.test_delta import TRITON
 from tests.triton.test_delta import problem as delta_problem
@@ -120,6 +121,29 @@ def test_what_segments_leave_is_computed_once():
     assert len(lengths(seen, SCANS["g_gamma"])) == 4
 
 
+def starts_of_segments(gates, length, **of_problem) -> tuple[list[bool], list[bool]]:
+    """Of launches that make what segments of so many chunks start from, whether they go back; forward pass and backward."""
+    call = problem(gates, 128, 128, 2048, **of_problem)
+    plan = dataclasses.replace(Plan.of(call, LinearConfig()), segment=length)
+    found = launches(route_of(plan), arrays_of(call), call.cu_seqlens)
+    adjoint = lambda seen: [launch.constants["ADJOINT"] for launch in seen if launch.name == "segment_starts"]
+    return adjoint(found.forward), adjoint(found.backward)
+
+
+@pytest.mark.parametrize("gates", [(), ("g",), ("g_gamma",)], ids=lambda gates: "".join(gates) or "none")
+def test_starts_of_four_segments_and_more_are_made_once(gates):
+    """Of dense sequences, by the kernels for Hopper: fewer segments, and packed ones, combine the ends before them."""
+    assert MANY_SEGMENTS == 4
+    back = [True] if gates else [False, True, True]  # without a gate three scans: dq forward, dk and dv back
+    for length in (8, 4, 1):  # 4, 8 and 32 segments
+        assert starts_of_segments(gates, length) == ([False], back)
+    for length in (32, 16, 11):  # 1, 2 and 3
+        assert starts_of_segments(gates, length) == ([], [])
+    assert starts_of_segments(gates, 1, packed=True) == ([], [])
+    for capability in (80, 89, 100, 120):
+        assert starts_of_segments(gates, 1, capability=capability) == ([], [])
+
+
 @pytest.mark.parametrize("gate", SCANS)
 def test_a_batch_by_vmap_is_cut_like_any_other(gate):
     """Into whole sequences where those fill the device: not as one of them alone would be."""
@@ -185,21 +209,20 @@ def test_all_other_gradients_by_the_portable_kernel():
         assert gradients(("g",), 128, 128, LinearConfig(**fields)) == portable
 
 
-def wide_scans(gates, K, V, untimed=True, **of_problem) -> set[str]:
+def wide_scans(gates, K, V, **of_problem) -> set[str]:
     """The scans of wide tiles that a call launches, forward and backward."""
     call = problem(gates, K, V, 2000, **of_problem)
-    plan = dataclasses.replace(Plan.of(call, LinearConfig()), untimed=untimed)
-    found = launches(route_of(plan), arrays_of(call), call.cu_seqlens)
+    found = launches(route_of(Plan.of(call, LinearConfig())), arrays_of(call), call.cu_seqlens)
     return {launch.name for launch in (*found.forward, *found.backward) if "wide" in launch.name}
 
 
 @pytest.mark.parametrize("gates", [(), ("g",), ("gk",)], ids=lambda gates: "".join(gates) or "none")
-def test_scans_of_wide_keys_only_where_they_are_asked_for(gates):
+def test_scans_of_wide_keys_on_hopper(gates):
     portable = {"scan_rows_wide"}
     assert wide_scans(gates, 256, 128) == wide_scans(gates, 256, 512, packed=True) == {"wide_scan_by_warpgroups"}
-    assert wide_scans(gates, 256, 128, untimed=False) == portable
     assert wide_scans(gates, 240, 128) == wide_scans(gates, 256, 192) == portable
     assert not wide_scans(gates, 256, 64)
+    assert wide_scans(gates, 256, 128, capability=100) == portable
     for capability in (80, 89, 120):  # less shared memory: not even the portable one's wide tiles
         assert not wide_scans(gates, 256, 128, capability=capability)
 
@@ -232,11 +255,10 @@ def test_all_other_delta_scans_by_the_portable_kernels():
         assert delta_scans("head", 128, 128, cfg) == portable
 
 
-def gradients_of_keys(gates, K, V, cfg=None, untimed=False, **of_problem) -> set[str]:
+def gradients_of_keys(gates, K, V, cfg=None, **of_problem) -> set[str]:
     """What computes the gated channels' gradients in the weakly gated chunks of a call."""
     call = problem(gates, K, V, 2000, **of_problem)
-    plan = dataclasses.replace(Plan.of(call, cfg or LinearConfig()), untimed=untimed)
-    found = launches(route_of(plan), arrays_of(call), call.cu_seqlens)
+    found = launches(route_of(Plan.of(call, cfg or LinearConfig())), arrays_of(call), call.cu_seqlens)
     return {launch.name for launch in found.backward if launch.name.startswith("weak_axis")}
 
 
@@ -250,7 +272,7 @@ def test_all_other_gradients_of_gated_keys_by_the_portable_kernel():
     portable = {"weak_axis"}
     assert gradients_of_keys(("gk",), 100, 64) == portable
     assert gradients_of_keys(("gk",), 128, 256) == portable
-    for gates in (("gk", "g"), ("gk", "g_gamma"), ("gk", "gv")):
+    for gates in (("gk", "g"), ("gk", "g_gamma")):
         assert gradients_of_keys(gates, 128, 128) == portable
     in_float32 = {"gk": jax.ShapeDtypeStruct((1, 2000, 2, 128), jnp.float32)}
     assert gradients_of_keys(("gk",), 128, 128, dtypes=in_float32) == portable
@@ -260,35 +282,36 @@ def test_all_other_gradients_of_gated_keys_by_the_portable_kernel():
         assert gradients_of_keys(("gk",), 128, 128, cfg) == portable
 
 
-def test_gradients_of_gated_keys_and_values_only_where_they_are_asked_for():
-    portable = {"weak_axis"}
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_gradients_of_gated_keys_and_values_on_hopper(packed):
     for K, V in CHANNELS:
-        assert gradients_of_keys(("gk", "gv"), K, V, untimed=True) == {"weak_axis_from_rows_by_warpgroups"}
-        assert gradients_of_keys(("gk", "gv"), K, V) == portable
-    assert gradients_of_keys(("gk",), 128, 128, untimed=True) == {"weak_axis_by_warpgroups"}
+        assert gradients_of_keys(("gk", "gv"), K, V, packed=packed) == {"weak_axis_from_rows_by_warpgroups"}
     in_float32 = {"gv": jax.ShapeDtypeStruct((1, 2000, 2, 128), jnp.float32)}
-    one_axis = gradients_of_keys(("gk", "gv"), 128, 128, untimed=True, dtypes=in_float32)
-    assert one_axis == {"weak_axis_from_rows_by_warpgroups", *portable}
-    assert gradients_of_keys(("gk", "gv"), 100, 64, untimed=True) == portable
-    assert gradients_of_keys(("gk", "gv", "g"), 128, 128, untimed=True) == portable
-    assert gradients_of_keys(("gk", "gv"), 128, 128, LinearConfig(block_k=32), untimed=True) == portable
+    one_axis = gradients_of_keys(("gk", "gv"), 128, 128, dtypes=in_float32, packed=packed)
+    assert one_axis == {"weak_axis_from_rows_by_warpgroups", "weak_axis"}
+
+
+def test_all_other_gradients_of_gated_keys_and_values_by_the_portable_kernel():
+    portable = {"weak_axis"}
+    assert gradients_of_keys(("gk", "gv"), 100, 64) == portable
+    assert gradients_of_keys(("gk", "gv", "g"), 128, 128) == portable
     for capability in (80, 89, 100, 120):
-        assert gradients_of_keys(("gk", "gv"), 128, 128, untimed=True, capability=capability) == portable
+        assert gradients_of_keys(("gk", "gv"), 128, 128, capability=capability) == portable
+    for cfg in (LinearConfig(block_k=32), LinearConfig(block_d=32), LinearConfig(num_warps=8), LinearConfig(num_stages=2)):
+        assert gradients_of_keys(("gk", "gv"), 128, 128, cfg) == portable
 
 
-def scans_of_keys_and_values(gates, K, V, cfg=None, untimed=True, **of_problem) -> set[str]:
+def scans_of_keys_and_values(gates, K, V, cfg=None, **of_problem) -> set[str]:
     """What makes the outputs of a call with gates on keys and values."""
     call = problem(gates, K, V, 200, **of_problem)  # one segment
-    plan = dataclasses.replace(Plan.of(call, cfg or LinearConfig()), untimed=untimed)
-    found = launches(route_of(plan), arrays_of(call), call.cu_seqlens)
+    found = launches(route_of(Plan.of(call, cfg or LinearConfig())), arrays_of(call), call.cu_seqlens)
     return {launch.name for launch in found.forward if "scan" in launch.name}
 
 
-def test_scans_of_gated_keys_and_values_only_where_they_are_asked_for():
+def test_scans_of_gated_keys_and_values_on_hopper():
     portable = {"scan_key_value"}
     for gates in (("gk", "gv"), ("gk", "gv", "g")):
         assert scans_of_keys_and_values(gates, 128, 128) == {"key_value_scan_by_warpgroups"}
-        assert scans_of_keys_and_values(gates, 128, 128, untimed=False) == portable
     assert scans_of_keys_and_values(("gk", "gv"), 128, 128, packed=True) == {"key_value_scan_by_warpgroups", *portable}  # ends
     assert scans_of_keys_and_values(("gk", "gv"), 64, 128) == scans_of_keys_and_values(("gk", "gv"), 128, 100) == portable
     in_float32 = {"gv": jax.ShapeDtypeStruct((1, 200, 2, 128), jnp.float32)}

@@ -90,8 +90,8 @@ KEY_AND_VALUE_GATE = [
 
 @pytest.mark.parametrize("case", KEY_AND_VALUE_GATE, ids=str)
 def test_gates_per_key_and_value_channel(case, launched):
-    """Where kernels that no GPU has timed are asked for. Every operand is high and low part: results round just once."""
-    errors = errors_along(case, untimed=True)
+    """Every operand is high and low part: results round just once."""
+    errors = errors_along(case)
     assert launched == {KEY_AND_VALUE_GRADIENTS} | ({KEY_AND_VALUE_SCAN} if case.shape[4:] == (128, 128) else set())
     assert max(errors.values()) < 1.75e-3, errors
 
@@ -106,7 +106,7 @@ KEY_AND_VALUE_SCANS = [
 def test_scans_with_gates_per_key_and_value_channel(case, segment, launched):
     """Forward alone, whole sequences and in segments."""
     with on_device(H200):
-        route = route_of(plan_of(case, untimed=True, segment=segment))
+        route = route_of(plan_of(case, segment=segment))
         cu_seqlens = None if case.cu_seqlens is None else jnp.array(case.cu_seqlens)
         found = jax.block_until_ready(solve_along(route, case.arrays(), cu_seqlens))
     wanted, _ = value_and_grads(case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, case.cu_seqlens)
@@ -131,6 +131,21 @@ def test_sequences_in_segments(kernel, launched):
     assert max(errors.values()) < LINEAR_TOLERANCES["bfloat16"][0], errors
 
 
+PACKED = [
+    Case(("g",), "mild", (1, 300, 2, 1, 64, 64), cu_seqlens=(0, 5, 5, 200, 300), **BF16),
+    Case(("g",), "-inf", (1, 300, 1, 1, 64, 64), cu_seqlens=(0, 70, 70, 300), reverse=True, **BF16),
+]
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_packed_sequences_in_segments(case, launched, monkeypatch):
+    """Which combine the ends before them, however many they are."""
+    monkeypatch.delattr(head_gate, "starts_of_segments")
+    errors = errors_along(case, segment=1)
+    assert HEAD_SCAN in launched
+    assert max(errors.values()) < LINEAR_TOLERANCES["bfloat16"][0], errors
+
+
 WIDE = [
     Case(("g",), "resets", (1, 200, 2, 1, 256, 128), reverse=True, **BF16),
     Case(("g",), "mild", (1, 128, 1, 1, 256, 256), **{**BF16, "state": False}),
@@ -142,8 +157,8 @@ WIDE = [
 
 @pytest.mark.parametrize(("case", "segment"), [*((case, None) for case in WIDE), (WIDE[0], 1), (WIDE[3], 2)], ids=str)
 def test_scans_of_wide_keys(case, segment, launched):
-    """Where kernels that no GPU has timed are asked for; whole sequences, and in segments."""
-    errors = errors_along(case, untimed=True, segment=segment)
+    """Whole sequences, and in segments."""
+    errors = errors_along(case, segment=segment)
     assert launched == {WIDE_SCAN}
     assert max(errors.values()) < LINEAR_TOLERANCES["bfloat16"][0], errors
 
@@ -151,15 +166,13 @@ def test_scans_of_wide_keys(case, segment, launched):
 STARTS = [
     Case(("g",), "resets now and then", (1, 400, 1, 1, 64, 64), **BF16),
     Case((), "mild", (2, 256, 1, 1, 128, 64), reverse=True, **{**BF16, "state": False}),
-    Case(("g_gamma",), "mild", (1, 300, 2, 1, 64, 64), cu_seqlens=(0, 5, 5, 200, 300), **BF16),
-    Case(("g",), "-inf", (1, 300, 1, 1, 64, 64), cu_seqlens=(0, 70, 70, 300), reverse=True, **BF16),
+    Case(("g_gamma",), "mild", (1, 320, 2, 1, 64, 64), **BF16),
 ]
 
 
 @pytest.mark.parametrize("case", STARTS, ids=str)
 def test_what_segments_start_from_made_once(case, monkeypatch):
-    """Where kernels that no GPU has timed are asked for: the results are those of scans that combine ends themselves."""
-    changes = {"segment": 1} if case.cu_seqlens else {"min_segment": 2}
+    """Of seven, four and five segments: the results are those of scans that combine ends themselves."""
     adjoint, made = set(), head_gate.starts_of_segments
 
     def noted(*args, **options):
@@ -168,12 +181,16 @@ def test_what_segments_start_from_made_once(case, monkeypatch):
 
     monkeypatch.setattr(head_gate, "starts_of_segments", noted)
     with on_device(H200):
-        run = lambda untimed: jax.block_until_ready(run_along(case, route_of(plan_of(case, untimed=untimed, **changes))))
-        usual = run(False)
-        assert not adjoint
-        asked = run(True)
-    assert adjoint == {False, True}
-    for got, want in zip(jax.tree.leaves(asked), jax.tree.leaves(usual), strict=True):
+        run = lambda: jax.block_until_ready(run_along(case, route_of(plan_of(case, segment=1))))
+        once = run()
+        assert adjoint == {False, True}
+        adjoint.clear()
+        monkeypatch.setattr(head_gate, "MANY_SEGMENTS", 8)
+        jax.clear_caches()  # where what is traced is kept by its plan
+        combined = run()
+    jax.clear_caches()
+    assert not adjoint
+    for got, want in zip(jax.tree.leaves(once), jax.tree.leaves(combined), strict=True):
         assert relative_rms(got, want) < 1e-6
 
 
@@ -206,13 +223,14 @@ DELTA = [
     for gate, (K, V) in itertools.product((None, "head", "channel"), _SIZES)
 ]  # fmt: skip
 DELTA_SCANS = {"delta_scan_by_warpgroups", "delta_adjoint_scan_by_warpgroups"}
+DELTA_KERNELS = {None: DELTA_SCANS, "head": DELTA_SCANS, "channel": {*DELTA_SCANS, "delta_correction_in_registers"}}
 
 
 @pytest.mark.parametrize("case", DELTA, ids=str)
 def test_the_delta_rule(case, launched):
     with on_device(H200):
         found = jax.block_until_ready(case.evaluate(gated_delta_rule))
-    assert launched == DELTA_SCANS
+    assert launched == DELTA_KERNELS[case.gate]
     assert_close(found, case.expected(), case.tolerance)
 
 
@@ -226,5 +244,5 @@ def test_the_delta_rule_in_segments(gate, launched, monkeypatch):
     cfg = GatedDeltaRuleConfig("chunked", 64)
     with on_device(H200):
         found = jax.block_until_ready(case.evaluate(functools.partial(gated_delta_rule, cfg=cfg)))
-    assert launched == DELTA_SCANS
+    assert launched == DELTA_KERNELS[case.gate]
     assert_close(found, case.expected(), case.tolerance)

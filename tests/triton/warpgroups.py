@@ -3,7 +3,6 @@
 Run in a process of its own, where kernels are compiled.
 """
 
-import contextlib
 import json
 import pathlib
 import re
@@ -18,7 +17,7 @@ from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
 from ejkernel.kernels._triton.gated_delta_rule.routes import route_of as route_of_delta
 from ejkernel.kernels._triton.linear._launches import Launches, arrays_of, launches
-from ejkernel.kernels._triton.linear._plan import Plan, untimed_kernels
+from ejkernel.kernels._triton.linear._plan import Plan
 from ejkernel.kernels._triton.linear.routes import route_of
 from tests.triton.serialized import serialized
 from tests.triton.test_delta import TRITON
@@ -35,12 +34,10 @@ CALLS = {  # gates, K, V, tokens, packed
     "gk segments": (("gk",), 128, 128, 16384, False),
     "gk narrow packed": (("gk",), 64, 64, 2000, True),
     "gk wide values packed": (("gk",), 64, 128, 2000, True),
-}
-UNTIMED_CALLS = {  # where kernels that no GPU has timed are asked for
-    "g wide untimed": (("g",), 256, 512, 2048, False),
-    "gk wide packed untimed": (("gk",), 256, 128, 2000, True),
-    "gk gv untimed": (("gk", "gv"), 128, 128, 2048, False),
-    "gk gv wide values packed untimed": (("gk", "gv"), 64, 128, 2000, True),
+    "g wide": (("g",), 256, 512, 2048, False),
+    "gk wide packed": (("gk",), 256, 128, 2000, True),
+    "gk gv": (("gk", "gv"), 128, 128, 2048, False),
+    "gk gv wide values packed": (("gk", "gv"), 64, 128, 2000, True),
 }
 DELTA_CALLS = {  # gate, K, V, tokens, packed
     "delta none": (None, 128, 64, 2000, True),
@@ -76,16 +73,14 @@ def launches_of(name: str) -> Launches:
         gate, K, V, tokens, packed = DELTA_CALLS[name]
         rule = delta_problem(gate, K, V, tokens, packed=packed)
         return launches(route_of_delta(delta_plan(rule, TRITON.heuristic(rule))), arrays_of(rule), rule.cu_seqlens)
-    gates, K, V, tokens, packed = (CALLS | UNTIMED_CALLS)[name]
+    gates, K, V, tokens, packed = CALLS[name]
     call = problem(gates, K, V, tokens, packed=packed)
-    with untimed_kernels() if name in UNTIMED_CALLS else contextlib.nullcontext():
-        plan = Plan.of(call, LinearConfig())
-    return launches(route_of(plan), arrays_of(call), call.cu_seqlens)
+    return launches(route_of(Plan.of(call, LinearConfig())), arrays_of(call), call.cu_seqlens)
 
 
 def main(names: list[str]) -> None:
     found = {}
-    for name in names or (*CALLS, *UNTIMED_CALLS, *DELTA_CALLS):
+    for name in names or (*CALLS, *DELTA_CALLS):
         seen = launches_of(name)
         found[name] = [
             {

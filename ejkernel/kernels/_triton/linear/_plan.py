@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,23 +23,6 @@ ROWS = (16, 32, 64, 128)  # legal block_q
 WEAK_LIMIT = 80.0
 MIN_SEGMENT = 8
 STATE_BYTES = 1 << 30
-
-_UNTIMED = contextvars.ContextVar("untimed kernels", default=False)
-
-
-@contextlib.contextmanager
-def untimed_kernels() -> Iterator[None]:
-    """Calls planned inside take kernels that no GPU has timed yet, wherever there are some for them.
-
-    Such a kernel is written, interpreted and compiled ahead, and stays out of every call until a benchmark has shown what it
-    gains. So this is for benchmarks and tests alone: no argument, configuration or environment of a user leads here. A route
-    that has such a kernel asks `plan.untimed`. A function under `jax.jit` is planned when it is traced: make it anew inside.
-    """
-    token = _UNTIMED.set(True)
-    try:
-        yield
-    finally:
-        _UNTIMED.reset(token)
 
 
 def interpreted() -> bool:
@@ -74,7 +54,6 @@ class Plan:
             than they save.
         state_bytes: bytes of states that a forward pass may store where no gradient is to come; a longer call goes in windows.
         segment: chunks of a segment, where backward passes need those of the forward pass, on every device of a mesh.
-        untimed: whether kernels may be taken that no GPU has timed yet: see `untimed_kernels`.
     """
 
     schedule: str
@@ -97,7 +76,6 @@ class Plan:
     min_segment: int = MIN_SEGMENT
     state_bytes: int = STATE_BYTES
     segment: int | None = None
-    untimed: bool = False
 
     @classmethod
     def of(cls, problem: Problem, cfg: RecurrenceConfig) -> Plan:
@@ -120,7 +98,6 @@ class Plan:
             block_d=cfg.block_d,
             num_warps=cfg.num_warps,
             num_stages=cfg.num_stages,
-            untimed=_UNTIMED.get(),
         )
 
     @property

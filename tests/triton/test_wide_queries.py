@@ -1,5 +1,5 @@
-"""One gate per head with 129 to 256 key channels, forward alone, where kernels that no GPU has timed are asked for: q is read
-as it is, and its decay put on its products with the state."""
+"""One gate per head with 129 to 256 key channels, forward alone: q is read as it is, and its decay put on its products with
+the state. With the gradient, which goes back along q times its decays, those are made."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ CASES = [
 
 
 def route(case, **changes):
-    return route_of(plan_of(case, **{"untimed": True, **changes}))
+    return route_of(plan_of(case, **changes))
 
 
 def along(taken, arrays, cu_seqlens=None):
@@ -81,6 +81,5 @@ def prepared(case, *, keep, **changes):
 def test_decayed_queries_are_left_out_where_nothing_else_reads_them():
     case = CASES[0]
     assert prepared(case, keep=False) == (1, True)
-    assert prepared(case, keep=False, untimed=False) == (2, False)
     assert prepared(case, keep=True) == (2, False)  # the gradient goes back along them
     assert prepared(case, keep=False, shared=100 << 10) == (2, False)  # `scan_rows` takes them
