@@ -31,11 +31,11 @@ def decayed_rows(
     if rows <= 0:
         return
     index = s.to(tl.int64) * H + head
-    logs = channel_log_decay(g, None, None, token, rows, seq, head, col, False, H, H, 1, K, C, BK, SIGN, EVEN)  # [C, BK]
+    logs = channel_log_decay(g, None, None, token, rows, seq, head, col, False, H, H, 1, K, C, BK, SIGN, EVEN, KP)  # [C, BK]
     up_to_row = tl.exp(sums(upto(C), logs, GATE_PARTS))
     after_row = tl.exp(sums(after(C), logs, GATE_PARTS))
-    bq = load_rows(q, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN).to(tl.float32)
-    bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN).to(tl.float32)
+    bq = load_rows(q, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN, KP).to(tl.float32)
+    bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN, KP).to(tl.float32)
     at = index * (C * KP) + (tl.arange(0, C)[:, None] * KP + (col + tl.arange(0, BK))[None, :])
     tl.store(qd + at, (bq * up_to_row * scale).to(qd.dtype.element_ty))
     tl.store(kp + at, (bk * up_to_row).to(kp.dtype.element_ty))

@@ -103,12 +103,12 @@ def _rows_of_chunk(
     of_queries = tl.zeros([C, C], tl.float32)  # levels 4 and 5
     of_keys = tl.zeros([C, C], tl.float32)
     for ik in range(0, KP, BK):
-        if EVEN and K % BK == 0:
+        if EVEN and K == KP:
             bq = tl.load(q + ik + cq + oq)
             bk = tl.load(k + ik + ck + ok)
             bg = tl.load(g + ik + cg + og)
         else:
-            if K % BK == 0:
+            if K == KP:
                 m = inside
             else:
                 m = inside & (ik + tl.arange(0, BK)[None, :] < K)

@@ -94,13 +94,13 @@ def _rows_of_chunk(
     acc16 = tl.zeros([4, 16, 16], tl.float32)  # the four diagonal 16x16 blocks of A: diagonal and levels 0-3
     acc = tl.zeros([C, C], tl.float32)  # everything else: levels 4 and 5
     for ik in range(0, KP, BK):
-        if EVEN and K % BK == 0:
+        if EVEN and K == KP:
             if q is not None:
                 bq = tl.load(q + ik + cq + oq)
             bk = tl.load(k + ik + ck + ok)
             bg = tl.load(g + ik + cg + og)
         else:
-            if K % BK == 0:
+            if K == KP:
                 m = inside
             else:
                 m = inside & (ik + tl.arange(0, BK)[None, :] < K)

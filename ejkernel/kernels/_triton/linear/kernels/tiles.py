@@ -95,10 +95,10 @@ def weak_from(weak, first, count, head, H: tl.constexpr):
 
 
 @triton.jit
-def _mask(rows, col, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
+def _mask(rows, col, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, WALKED: tl.constexpr):
     r = tl.arange(0, C)[:, None]
     c = col + tl.arange(0, BD)[None, :]
-    if D % BD == 0:
+    if D % BD == 0 and WALKED <= D:
         return r < rows
     elif EVEN:
         return c < D
@@ -109,14 +109,17 @@ def _mask(rows, col, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, EVEN: t
 @triton.jit
 def load_rows(
     x, token, rows, head, col, HEADS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, WALKED: tl.constexpr = 0,
 ):  # fmt: skip
-    """[C, BD]: columns from `col` on of a chunk's rows of x [tokens, HEADS, D]; 0 outside. EVEN: every chunk is full."""
+    """[C, BD]: columns from `col` on of a chunk's rows of x [tokens, HEADS, D]; 0 outside. EVEN: every chunk is full.
+
+    WALKED: how many channels are walked over, where these may be more than D: whole tiles then lie outside.
+    """
     at = x + (token * HEADS + head) * D + ((SIGN * HEADS * D) * tl.arange(0, C)[:, None] + (col + tl.arange(0, BD))[None, :])
-    if EVEN and D % BD == 0:
+    if EVEN and D % BD == 0 and WALKED <= D:
         return tl.load(at)
     else:
-        return tl.load(at, mask=_mask(rows, col, D, C, BD, EVEN), other=0.0)
+        return tl.load(at, mask=_mask(rows, col, D, C, BD, EVEN, WALKED), other=0.0)
 
 
 @triton.jit
@@ -129,7 +132,7 @@ def store_rows(
     if EVEN and D % BD == 0:
         tl.store(at, value.to(x.dtype.element_ty))
     else:
-        tl.store(at, value.to(x.dtype.element_ty), mask=_mask(rows, col, D, C, BD, EVEN))
+        tl.store(at, value.to(x.dtype.element_ty), mask=_mask(rows, col, D, C, BD, EVEN, 0))
 
 
 @triton.jit
@@ -234,10 +237,10 @@ def head_log_decay(
 @triton.jit
 def channel_log_decay(
     gate, gs, gamma, token, rows, seq, head, col, FOLD: tl.constexpr, H: tl.constexpr, HG: tl.constexpr, HGS: tl.constexpr,
-    D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, SIGN: tl.constexpr, EVEN: tl.constexpr, WALKED: tl.constexpr = 0,
 ):  # fmt: skip
-    """[C, BD]: log decay of each channel in each row; with FOLD the head's own decay is added to it."""
-    total = load_rows(gate, token, rows, head // (H // HG), col, HG, D, C, BD, SIGN, EVEN).to(tl.float32)
+    """[C, BD]: log decay of each channel in each row; with FOLD that of the head is added to it. WALKED: see `load_rows`."""
+    total = load_rows(gate, token, rows, head // (H // HG), col, HG, D, C, BD, SIGN, EVEN, WALKED).to(tl.float32)
     if FOLD:
         total += head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)[:, None]
     return tl.maximum(total, -1e30)

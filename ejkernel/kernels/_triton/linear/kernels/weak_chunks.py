@@ -111,10 +111,10 @@ def weak_rows(
     of_keys = tl.zeros([C, C], tl.float32)
     span = tl.zeros([C], tl.float32)
     for col in tl.static_range(0, KP, BK):  # unrolled, since a loop cannot be left
-        bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN)
+        bk = load_rows(k, token, rows, head // (H // HK), col, HK, K, C, BK, SIGN, EVEN, KP)
         if q is not None:
-            bq = load_rows(q, token, rows, head // (H // HQ), col, HQ, K, C, BK, SIGN, EVEN)
-        logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, K, C, BK, SIGN, EVEN)  # [C, BK]
+            bq = load_rows(q, token, rows, head // (H // HQ), col, HQ, K, C, BK, SIGN, EVEN, KP)
+        logs = channel_log_decay(g, gs, gamma, token, rows, seq, head, col, True, H, HG, HGS, K, C, BK, SIGN, EVEN, KP)
         total = tl.sum(logs, 0)
         if tl.min(total, 0) < -LIMIT:
             tl.store(weak + index, 0)
