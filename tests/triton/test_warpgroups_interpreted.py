@@ -10,6 +10,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
@@ -22,7 +23,7 @@ from ejkernel.kernels._triton.gated_delta_rule._plan import delta_plan
 from ejkernel.kernels._triton.gated_delta_rule._platform import TritonDeltaRule
 from ejkernel.kernels._triton.gated_delta_rule.routes import route_of as route_of_delta
 from ejkernel.kernels._triton.linear._solve import solve_along
-from ejkernel.kernels._triton.linear.routes import head_gate, route_of
+from ejkernel.kernels._triton.linear.routes import axis, head_gate, route_of
 from ejkernel.testing.compare import LINEAR_TOLERANCES, assert_close, relative_rms
 from ejkernel.testing.delta_cases import DeltaCase
 from tests.triton.along import plan_of, run_along
@@ -113,6 +114,65 @@ def test_scans_with_gates_per_key_and_value_channel(case, segment, launched):
     assert launched == {KEY_AND_VALUE_SCAN}
     for got, want in zip(found, wanted, strict=True):
         assert relative_rms(got, want) < 1.75e-3
+
+
+@pytest.fixture
+def one_program(monkeypatch):
+    """Kernels that fill the device with programs start one, which takes all chunks."""
+    for route in (axis, head_gate):
+        monkeypatch.setattr(route, "MULTIPROCESSORS", 1)
+    jax.clear_caches()  # where what is traced is kept by its plan
+    yield
+    jax.clear_caches()
+
+
+MANY_CHUNKS = [
+    (Case(("g",), "resets", (1, 310, 1, 1, 64, 64), **BF16), HEAD_GRADIENTS),
+    (Case(("gk",), "resets now and then", (1, 310, 1, 1, 64, 128), **KEY), KEY_GRADIENTS),
+    (Case(("gk", "gv"), "mild", (1, 310, 1, 1, 64, 64), **KEY), KEY_AND_VALUE_GRADIENTS),
+    (Case(("gk", "gv"), "resets now and then", (1, 150, 1, 1, 128, 128), **KEY), KEY_AND_VALUE_GRADIENTS),
+]
+
+
+@pytest.mark.parametrize(("case", "kernel"), MANY_CHUNKS, ids=str)
+def test_programs_of_many_chunks(case, kernel, launched, one_program):
+    """Slots are filled again, and chunks that are not weakly gated passed over. Of a whole device's programs each would have
+    one chunk here."""
+    errors = errors_along(case)
+    assert kernel in launched
+    assert max(errors.values()) < LINEAR_TOLERANCES["bfloat16"][0], errors
+
+
+SPOILED = [
+    (Case(("g",), "mild", (1, 100, 1, 1, 256, 128), cu_seqlens=(0, 70, 100), **BF16), (WIDE_SCAN,)),
+    (
+        Case(("gk", "gv"), "mild", (1, 100, 1, 1, 128, 128), cu_seqlens=(0, 70, 100), **KEY),
+        (KEY_AND_VALUE_SCAN, KEY_AND_VALUE_GRADIENTS),
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "kernels"), SPOILED, ids=str)
+def test_nan_stays_in_its_sequence(case, kernels, launched, one_program):
+    """In the second of two packed ones, which begins within what would be the first one's last chunk."""
+    first = case.cu_seqlens[1]
+
+    def run(spoil: float) -> list[jax.Array]:
+        """What belongs to the first sequence, where numbers of the second are spoiled."""
+        arrays = case.arrays()
+        arrays |= {name: arrays[name].at[:, first:].add(spoil) for name in ("query", "key", "value")}
+        arrays["initial_state"] = arrays["initial_state"].at[1].add(spoil)
+        route = route_of(plan_of(case, segment=1))
+        values, pull = jax.vjp(lambda arrays: solve_along(route, arrays, jnp.array(case.cu_seqlens)), arrays)
+        output, state = values
+        assert jnp.isfinite(output[:, first:]).all() == jnp.isfinite(state[1]).all() == (spoil == 0)
+        return [x[:1] if len(x) > 1 else x[:, :first] for x in jax.tree.leaves((values, pull(values)))]
+
+    with on_device(H200):
+        clean, spoiled = run(0.0), run(jnp.nan)
+    assert launched >= set(kernels)
+    for got, want in zip(spoiled, clean, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
 SPLIT = {
