@@ -159,7 +159,7 @@ def plot(source: str, target: str) -> None:
     way = {True: "jax.checkpoint", False: "all kept"}
     axes.set_yticks(range(len(rows)), [f"{NAMES[row['side']]}, {way[row['checkpoint']]}" for row in rows])
     axes.invert_yaxis()
-    axes.set_xlim(right=1.3 * max(row["step"] for row in rows))
+    axes.set_xlim(right=1.4 * max(row["step"] for row in rows))
     axes.set_xlabel("ms of kernels in a training step; coloured: the attention, grey: projections, norms, update")
     size = rows[0]["sizes"]
     shape = f"B = {size['batch']}, T = {size['time']}, {size['heads']} heads of {size['channels']}"
