@@ -29,6 +29,7 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "attention_options_gpu": (("--sides", "triton"), ("--sides", "triton", "--errors")),
     "gla_block_gpu": (("--sides", "ours"),),
     "causal_conv_gpu": ((),),
+    "launch_variants_gpu": ((),),
 }
 WRONG_USE = 2  # argparse's
 RIVALS = ("cudnn", "xla")  # sides that a benchmark runs whatever it is asked for; none of their kernels is Triton's

@@ -9,12 +9,16 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
+from ejkernel._device import device_of
 from ejkernel.kernels._triton import gated_delta_rule
 from ejkernel.testing.compare import assert_close, relative_rms
 from ejkernel.testing.delta_cases import DeltaCase
 from tests.triton.linear_cases import Case
 from tests.triton.linear_reference import value_and_grads
-from tests.triton.test_interpreted import TOLERANCE, pytestmark, run  # noqa: F401
+from tests.triton.test_interpreted import TOLERANCE, run
+
+ON_GPU = device_of(()).backend == "gpu"
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 DELTA = [
     DeltaCase(
