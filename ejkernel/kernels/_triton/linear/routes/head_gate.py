@@ -34,8 +34,8 @@ RING = 160 << 10  # bytes of shared memory for chunks that are copied ahead: thr
 # By value channels, what `head_gate_backward_by_warpgroups` copies ahead: chunks, and tiles of 64 of their key channels.
 AHEAD = {64: (3, 5), 128: (2, 3)}
 # Segments of a dense sequence from which their starts are made once, by a launch of its own. A segment that begins by reading
-# the ends of all before it takes 2 us for each. At (1, 16384, 16, 128, 128), eight segments, `g_gamma` takes 0.367 ms with its
-# gradient, for 0.434. Packed sequences have two or three: 0.214 for 0.200 forward.
+# the ends of all before it waits for one after the other. At (1, 16384, 16, 128, 128), eight segments, `g_gamma` takes 0.367 ms
+# with its gradient, for 0.434. Packed sequences have two or three: 0.214 for 0.200 forward.
 MANY_SEGMENTS = 4
 CHANGES: Changes = (
     {"block_d": 32}, {"num_warps": 8}, {"num_warps": 8, "block_d": 32}, {"num_stages": 2}, {"num_stages": 2, "block_d": 32},
