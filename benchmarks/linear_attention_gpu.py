@@ -36,11 +36,10 @@ from ejkernel.testing.bench_run import Run, by_row
 from ejkernel.testing.compare import relative_rms
 from ejkernel.testing.flash_linear import FlashLinear, forget_tuning, tune_on_all_cores
 from ejkernel.testing.flash_linear import missing as fla_missing
-from ejkernel.testing.linear_gpu import KINDS, SHAPES, inputs, rows
+from ejkernel.testing.linear_gpu import KINDS, RESETS, SHAPES, inputs, rows
 from ejkernel.testing.results import Line, read
 
 Inputs = tuple[Arrays, jax.Array, np.ndarray | None]  # arrays, adjoint of the output, cu_seqlens
-RESETS = "gk, resets"  # in every chunk, in an eighth of the channels of each token
 ROWS = [*rows(), ("8x2048x16x128x128", RESETS)]
 TINY = (1, 70, 2, 64, 64)
 ERRORS_SHAPE = (1, 1024, 16, 128, 128)

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 
 from ejkernel.callib import triton_call
+from ejkernel.testing.linear_gpu import RESETS
 
 Options = dict[str, Any]  # what a kernel is launched with, the grid among it
-RESETS = "gk, resets"  # of `linear_attention_gpu`
 FIRST, PACKED, LONG = "8x2048x16x128x128", "packed 32768x16x128x128", "1x16384x16x128x128"
 
 

@@ -18,6 +18,7 @@ SHAPES = {
 }
 LENGTHS = (96, 4100, 777, 2048, 300, 5000, 64, 1500, 3333, 12, 4095, 2500, 1800, 6000, 900, 243)  # 16 sequences, 32768 tokens
 KINDS = ("gk", "g", "g_gamma", "none")
+RESETS = "gk, resets"  # in every chunk, in an eighth of the channels of each token
 
 
 def rows() -> list[tuple[str, str]]:
