@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from triton.language import PropagateNan
 
 from ejkernel.callib._gluon._memory import Barriers, Shared
 from ejkernel.callib._gluon._partitions import Barrier, Product, partition, place, run_partitions, wait_for
@@ -92,6 +93,10 @@ def _of_one(function: Callable[..., Any]) -> Callable[[Any], Tensor]:
 
 def _of_two(function: Callable[..., Any]) -> Callable[[Any, Any], Tensor]:
     return lambda a, b: elementwise(function, a, b)
+
+
+def maximum(a: Any, b: Any, propagate_nan: Any = None) -> Tensor:
+    return elementwise(np.maximum if propagate_nan == PropagateNan.ALL else np.fmax, a, b)
 
 
 def _reduction(function: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -246,7 +251,7 @@ GL = Words("gl", {
     "zeros_like": zeros_like, "cast": to_type, "where": where, "convert_layout": convert_layout, "split": split,
     "reshape": lambda x, shape: x.reshape(shape), "permute": lambda x, order: x.permute(order),
     "exp": _of_one(np.exp), "exp2": _of_one(np.exp2), "log": _of_one(np.log), "log2": _of_one(np.log2),
-    "abs": _of_one(np.abs), "sqrt": _of_one(np.sqrt), "maximum": _of_two(np.fmax), "minimum": _of_two(np.fmin),
+    "abs": _of_one(np.abs), "sqrt": _of_one(np.sqrt), "maximum": maximum, "minimum": _of_two(np.fmin),
     "sum": _reduction(np.sum), "max": _reduction(np.fmax.reduce), "min": _reduction(np.fmin.reduce),
     "associative_scan": associative_scan, "program_id": program_id, "num_programs": num_programs, "load": load, "store": store,
     "allocate_shared_memory": allocate_shared_memory, "warp_specialize": warp_specialize,

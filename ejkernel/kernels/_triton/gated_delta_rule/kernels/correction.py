@@ -22,6 +22,7 @@ import triton.language as tl
 from ejkernel.kernels._triton.linear.kernels.tiles import (
     INTERPRETED,
     chunk_at,
+    clamped,
     dot,
     exp_of_log,
     load_rows,
@@ -143,16 +144,16 @@ def _decay(
     if EXACT:
         at = gs + token * HGS + head // (H // HGS)
         logs = tl.load(at + (i * 16 + r) * (SIGN * HGS), mask=i * 16 + r < rows, other=0.0).to(tl.float32)
-        logs = tl.maximum(logs, -1e30)
+        logs = clamped(logs)
         if i == j:
             between = sums(upto(16), tl.where(r[:, None] > r[None, :], logs[:, None], 0.0), 3)
         else:
             after = j * 16 + r + 1  # of the block's own rows those after s, then whole blocks
             following = tl.load(at + after * (SIGN * HGS), mask=(after < rows) & (r < 15), other=0.0).to(tl.float32)
-            between = tl.cumsum(logs, 0)[:, None] + tl.cumsum(tl.maximum(following, -1e30), 0, reverse=True)[None, :]
+            between = tl.cumsum(logs, 0)[:, None] + tl.cumsum(clamped(following), 0, reverse=True)[None, :]
             for n in tl.static_range(j + 1, i):
                 whole = tl.load(at + (n * 16 + r) * (SIGN * HGS), mask=n * 16 + r < rows, other=0.0).to(tl.float32)
-                between += tl.sum(tl.maximum(whole, -1e30), 0)
+                between += tl.sum(clamped(whole), 0)
         decay = tl.exp(between)
     else:
         decay = exp_of_log(running[i][:, None] - running[j][None, :])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.linear.kernels.tiles import chunk_at, exp_of_log, head_log_decay, program_at, sums, upto
+from ejkernel.kernels._triton.linear.kernels.tiles import chunk_at, clamped, exp_of_log, head_log_decay, program_at, sums, upto
 
 RESET = tl.constexpr(-89.5)  # a difference of neighbouring running sums below it is a clamped step
 
@@ -21,7 +21,7 @@ def constant_decay(gamma, seq, head, H: tl.constexpr):
     """The log decay that g_gamma gives every step of a head; 0 without it."""
     value = 0.0
     if gamma is not None:
-        value = tl.maximum(tl.load(gamma + seq * H + head).to(tl.float32), -1e30)
+        value = clamped(tl.load(gamma + seq * H + head).to(tl.float32))
     return value
 
 
@@ -48,7 +48,7 @@ def running_log_decays(
     total = tl.load(gs + (token + SIGN * r) * HGS + h // (H // HGS), mask=here, other=0.0).to(tl.float32)
     if gamma is not None:
         total += tl.load(gamma + seq * H + h, mask=here, other=0.0).to(tl.float32)
-    tl.store(running + (s.to(tl.int64) * H + h) * C + r, tl.cumsum(tl.maximum(total, -90.0), 0), mask=h < H)
+    tl.store(running + (s.to(tl.int64) * H + h) * C + r, tl.cumsum(clamped(total, -90.0), 0), mask=h < H)
 
 
 @triton.jit

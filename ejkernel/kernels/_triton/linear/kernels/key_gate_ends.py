@@ -31,6 +31,7 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     TILE,
     WARPS,
     add,
+    clamped,
     copy_async,
     copy_rows,
     exp_of_log,
@@ -89,7 +90,7 @@ def _gate_of_row(g, token, head, c, H: gl.constexpr, HG: gl.constexpr, K: gl.con
 
 @gluon.jit
 def _log(gate):
-    return gl.maximum(gate.to(gl.float32), -1e30)
+    return clamped(gate.to(gl.float32))
 
 
 @gluon.jit

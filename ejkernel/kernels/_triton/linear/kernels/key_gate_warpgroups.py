@@ -37,6 +37,7 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     TILE,
     WARPS,
     add,
+    clamped,
     copy_rows,
     exp2,
     next_slot,
@@ -132,7 +133,7 @@ def make_scores(
         q = q_ring.index(slot)
         k = k_ring.index(slot)
         g = g_ring.index(slot)
-        logs = gl.maximum(g.load(by_row).to(gl.float32), -1e30) * LOG2_E  # [C, K]
+        logs = clamped(g.load(by_row).to(gl.float32)) * LOG2_E  # [C, K]
         logs = gl.convert_layout(gl.reshape(logs, [2, HALF, K]), by_half)
         whole = gl.sum(logs, 1)  # [2, K]
         c = gl.associative_scan(logs, 1, add) - gl.where(is_first, whole[:, None, :], 0.0)

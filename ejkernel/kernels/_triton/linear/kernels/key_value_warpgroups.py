@@ -33,6 +33,7 @@ from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     TILE,
     WARPS,
     barriers_of,
+    clamped,
     copy_numbers,
     copy_rows,
     copy_tile,
@@ -177,7 +178,7 @@ def scan_values(
         mbarrier.wait(values_full.index(slot), phase)
         upper = gl.zeros([TILE], gl.float32, gl.SliceLayout(1, layout))
         if is_weak == 0:
-            logs = gl.maximum(g.permute((1, 0)).load(layout).to(gl.float32), -1e30)  # [TILE, C]
+            logs = clamped(g.permute((1, 0)).load(layout).to(gl.float32))  # [TILE, C]
             upper = exp2(gl.sum(logs, 1) * LOG2_E)
             g.permute((1, 0)).store(logs.to(gl.bfloat16))
             fence_async_shared()

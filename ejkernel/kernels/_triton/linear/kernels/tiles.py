@@ -41,6 +41,12 @@ def exp_of_log(x):
 
 
 @triton.jit
+def clamped(log, LEAST: tl.constexpr = -1e30):
+    """A log decay that no product with 0 makes NaN: -inf becomes LEAST. NaN stays NaN, which `maximum` alone would drop."""
+    return tl.maximum(log, LEAST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def program_at(TILES: tl.constexpr, H: tl.constexpr):
     """(tile, head, chunk or segment or sequence) of a program: tiles count fastest, then heads.
 
@@ -231,7 +237,7 @@ def head_log_decay(
         total += tl.load(at, mask=r < rows, other=0.0).to(tl.float32)
     if gamma is not None:
         total += tl.where(r < rows, tl.load(gamma + seq * H + head).to(tl.float32), 0.0)
-    return tl.maximum(total, -1e30)
+    return clamped(total)
 
 
 @triton.jit
@@ -243,7 +249,7 @@ def channel_log_decay(
     total = load_rows(gate, token, rows, head // (H // HG), col, HG, D, C, BD, SIGN, EVEN, WALKED).to(tl.float32)
     if FOLD:
         total += head_log_decay(gs, gamma, token, rows, seq, head, 0, H, HGS, C, SIGN)[:, None]
-    return tl.maximum(total, -1e30)
+    return clamped(total)
 
 
 @triton.jit

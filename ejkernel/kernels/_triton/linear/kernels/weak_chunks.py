@@ -21,6 +21,7 @@ from ejkernel.kernels._triton.linear.kernels.tiles import (
     LOG2_E,
     channel_log_decay,
     chunk_at,
+    clamped,
     dot,
     dot_split,
     exp2_of_log,
@@ -67,7 +68,7 @@ def find_weak_chunks(
         for col in range(0, D, BD):
             c = col + tl.arange(0, BD)
             logs = tl.load(g + (r * (SIGN * HG * D) + c), mask=(r < rows) & (c < D), other=0.0).to(tl.float32)
-            logs = tl.maximum(logs, -1e30)
+            logs = clamped(logs)
             span = tl.maximum(span, tl.max(tl.sum(tl.sum(tl.abs(logs), 1), 0), 0))
             at = block_decays + (index * 8 + tl.arange(0, 8)[:, None]) * D + c[None, :]
             tl.store(at, exp_of_log(tl.sum(logs, 1)), mask=(c < D)[None, :])
