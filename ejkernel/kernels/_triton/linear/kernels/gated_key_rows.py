@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.linear.kernels.gated_rows import double, upper_half
-from ejkernel.kernels._triton.linear.kernels.tiles import all_weak, chunk_at, exp_of_log, low_part, program_at, put
+from ejkernel.kernels._triton.linear.kernels.gated_rows import double, store_scores, upper_half
+from ejkernel.kernels._triton.linear.kernels.tiles import all_weak, chunk_at, exp_of_log, program_at, put
 
 
 @triton.jit
@@ -31,35 +31,11 @@ def _halves(x, AXIS: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _store(A, A_low, at, value, mask):
-    rounded = value.to(A.dtype.element_ty)
-    tl.store(A + at, rounded, mask=mask)
-    if A_low is not None:
-        tl.store(A_low + at, low_part(value, rounded), mask=mask)
-
-
-@triton.jit
-def _store_blocks(A, A_low, index, acc):
-    """Writes the blocks of 16 x 16 below the diagonal ones of scores [64, 64]."""
-    # as [32, 128]: a [64, 64] store would share its vector width with the [64, BK] loads (coalescing pass)
-    rr = tl.arange(0, 32)[:, None]
-    cc = tl.arange(0, 128)[None, :]
-    _store(A, A_low, index * 4096 + (rr * 128 + cc), tl.reshape(acc, [32, 128]), (rr // 8) > ((cc % 64) // 16))
-
-
-@triton.jit
-def _store_levels(A, A_low, index, scores):
-    """Writes what the four levels inside 16 rows have of the diagonal blocks, each [4, 8, 8]: all at once, since every store
-    waits for a change of layout."""
-    whole = tl.reshape(tl.join(tl.join(scores[0], scores[1]), tl.join(scores[2], scores[3])), [4, 8, 8, 4])
-    n = tl.arange(0, 4)
-    level = ((n >> 1) | ((n & 1) << 1))[None, :]  # as the joins have left them
-    i = tl.arange(0, 8)[:, None]
-    group = i >> level  # [8, 4]: of 2^level rows that read, or are read
-    row = (group << (level + 1)) + (i & ((1 << level) - 1))  # the i-th whose bit `level` is 0
-    at = n[:, None, None, None] * (16 * 65) + ((row + (1 << level)) * 64)[None, :, None, :] + row[None, None, :, :]
-    inside = (group[:, None, :] == group[None, :, :])[None, :, :, :]
-    _store(A, A_low, index * 4096 + at, whole, inside)
+def _spread(x, LEVEL: tl.constexpr):
+    """[4, 16, 16] of x [4, 8, 8], a level's scores of the rows whose bit LEVEL is 1 with those where it is 0; 0 elsewhere."""
+    x = tl.reshape(x, [4, 8 >> LEVEL, 1 << LEVEL, 8 >> LEVEL, 1 << LEVEL])
+    x = tl.permute(tl.join(tl.zeros_like(x), x), [0, 1, 5, 2, 3, 4])
+    return tl.reshape(tl.permute(tl.join(x, tl.zeros_like(x)), [0, 1, 2, 3, 4, 6, 5]), [4, 16, 16])
 
 
 @triton.jit
@@ -96,6 +72,8 @@ def _rows_of_chunk(
     k += (token * HK + head // (H // HK)) * K
     g += (token * HG + head // (H // HG)) * K
     x = r[:, None] ^ r[None, :]
+    r16 = tl.arange(0, 16)
+    x16 = (r16[:, None] ^ r16[None, :])[None, :, :]
     diagonal = tl.zeros([4, 16, 16], tl.float32)
     levels = ()  # of the diagonal 16 x 16 blocks: rows of queries, then of keys
     for _level in tl.static_range(4):
@@ -158,20 +136,14 @@ def _rows_of_chunk(
         tl.store(kp + ik + at, tl.reshape(fr, [C, BK]).to(DT))
         tl.store(kd + ik + at, tl.reshape(fk, [C, BK]).to(DT))
         tl.store(chunk_decay + index * KP + ik + tl.arange(0, BK), tl.reshape(p, [BK]))
-    i = tl.arange(0, 16)
-    at = tl.arange(0, 4)[:, None, None] * (16 * 65) + (i[:, None] * 64 + i[None, :])[None, :, :]
-    diagonal = tl.where((i[:, None] == i[None, :])[None, :, :], diagonal * scale, 0.0)
-    _store(A, None, index * 4096 + at, diagonal, (i[:, None] <= i[None, :])[None, :, :])
-    queries = ()
-    keys = ()
+    of_queries16 = tl.where(x16 == 0, diagonal * scale, 0.0)
+    of_keys16 = tl.zeros([4, 16, 16], tl.float32)
     for level in tl.static_range(4):
-        of_queries16, of_keys16 = tl.split(tl.permute(tl.reshape(levels[level], [4, 2, 8, 8]), [0, 2, 3, 1]))
-        queries = queries + (of_queries16,)
-        keys = keys + (of_keys16,)
-    _store_levels(A, None, index, queries)
-    _store_levels(M, M_low, index, keys)
-    _store_blocks(A, None, index, of_queries)
-    _store_blocks(M, M_low, index, of_keys)
+        queries, keys = tl.split(tl.permute(tl.reshape(levels[level], [4, 2, 8, 8]), [0, 2, 3, 1]))
+        of_queries16 += tl.where((x16 >> level) == 1, _spread(queries, level), 0.0)
+        of_keys16 += tl.where((x16 >> level) == 1, _spread(keys, level), 0.0)
+    store_scores(A, None, index, of_queries16, of_queries, False)
+    store_scores(M, M_low, index, of_keys16, of_keys, False)
 
 
 @triton.jit
@@ -186,7 +158,7 @@ def gated_key_rows(
 
     A, qd, kd, chunk_decay, block_decays: as of `gated_rows`. M, M_low [chunks, H, 64, 64], kp [chunks, H, 64, KP]: what A, its
     low part and qd are of queries, of keys in their place with a scale of 1. Nothing is written above the diagonal blocks of
-    16 x 16 of A and M, and in M nothing on the diagonal or above. filled_*: memory shared with outputs.
+    16 x 16 of A and M. filled_*: memory shared with outputs.
     """
     _, head, unit = program_at(1, H)
     first = unit * GROUP

@@ -56,6 +56,35 @@ def double(total, AXIS: tl.constexpr):
     return tl.where(b, left, 1.0), tl.where(b, 1.0, right), left * right
 
 
+@triton.jit
+def _store_both_parts(A, A_low, at, value, mask):
+    rounded = value.to(A.dtype.element_ty)
+    tl.store(A + at, rounded, mask=mask)
+    if A_low is not None:
+        tl.store(A_low + at, low_part(value, rounded), mask=mask)
+
+
+@triton.jit
+def store_scores(A, A_low, index, diagonal, others, ABOVE: tl.constexpr):
+    """Writes the 16 x 16 blocks of scores [64, 64] on the diagonal, from [4, 16, 16], and the others, from [64, 64].
+
+    ABOVE: those above the diagonal, too.
+    """
+    r = tl.arange(0, 16)
+    at = tl.arange(0, 4)[:, None, None] * (16 * 65) + (r[:, None] * 64 + r[None, :])[None, :, :]
+    _store_both_parts(A, A_low, index * 4096 + at, diagonal, None)
+    # as [32, 128]: a [64, 64] store would share its vector width with the [64, BK] loads (coalescing pass)
+    row = tl.arange(0, 32)[:, None]
+    column = tl.arange(0, 128)[None, :]
+    block, block_of_column = row // 8, (column % 64) // 16
+    if ABOVE:
+        wanted = block != block_of_column
+    else:
+        wanted = block > block_of_column
+    wanted = tl.max_constancy(wanted, [8, 16])  # so that 8 at a time are stored
+    _store_both_parts(A, A_low, index * 4096 + (row * 128 + column), tl.reshape(others, [32, 128]), wanted)
+
+
 @triton.jit(noinline=True)
 def _rows_of_chunk(
     q, k, g, gs, gamma, token, rows, seq, head, index, scale,
@@ -157,21 +186,8 @@ def _rows_of_chunk(
         store_split(kd + ik, index * SPLIT, C * KP, cd + od, tl.reshape(fk, [C, BK]), SPLIT)
         tl.store(chunk_decay + index * KP + ik + tl.arange(0, BK), tl.reshape(p, [BK]))
     if q is not None:
-        w16 = tl.arange(0, 4)[:, None, None] * 16
-        a16 = tl.where((r16[:, None] >= r16[None, :])[None, :, :], acc16, 0.0)
-        at = index * (C * C) + ((w16 + r16[None, :, None]) * C + w16 + r16[None, None, :])
-        tl.store(A + at, a16.to(DT))
-        if A_low is not None:
-            tl.store(A_low + at, low_part(a16, a16.to(DT)))
-        # as [32, 128]: a [64, 64] store would share its vector width with the [64, BK] loads above (coalescing pass)
-        a = tl.reshape(tl.where(r[:, None] > r[None, :], acc, 0.0), [32, 128])
-        rr = tl.arange(0, 32)
-        cc = tl.arange(0, 128)
-        at = index * (C * C) + (rr[:, None] * 128 + cc[None, :])
-        off_diagonal = (rr // 8)[:, None] != ((cc % 64) // 16)[None, :]
-        tl.store(A + at, a.to(DT), mask=off_diagonal)
-        if A_low is not None:
-            tl.store(A_low + at, low_part(a, a.to(DT)), mask=off_diagonal)
+        diagonal = tl.where((r16[:, None] >= r16[None, :])[None, :, :], acc16, 0.0)
+        store_scores(A, A_low, index, diagonal, tl.where(r[:, None] > r[None, :], acc, 0.0), True)
 
 
 @triton.jit
