@@ -18,6 +18,7 @@ from ejkernel.kernels._triton.linear.kernels.gated_axis import (
     of_blocks,
     row_of_blocks,
     rows_of_tile,
+    scores_of_level,
     store_row_of_blocks,
     tile_of_rows,
 )
@@ -262,8 +263,8 @@ def _gradients_of_chunk(
             by_queries = by_queries + ((tl.where(upper, qs[t], ks[t]) * decay).to(DT),)
             by_keys = by_keys + ((ks[t] * decay).to(DT),)
         here = (apart >> level) == 1
-        found = dot(tl.load(dN + at, mask=here, other=0.0), tile_of_rows(by_queries), None, DT, PREC)
-        found_keys = dot(tl.load(dM + at, mask=here, other=0.0), tile_of_rows(by_keys), None, DT, PREC)
+        found = dot(scores_of_level(dN + at, here, level), tile_of_rows(by_queries), None, DT, PREC)
+        found_keys = dot(scores_of_level(dM + at, here, level), tile_of_rows(by_keys), None, DT, PREC)
         dqs, dks, dgs, block_sum = _add_level(
             rows_of_tile(found), rows_of_tile(found_keys), upper, far, qs, ks, pre, suf, dqs, dks, dgs
         )
