@@ -19,7 +19,6 @@ from ejkernel.callib import triton_call
 from ejkernel.testing.linear_gpu import RESETS
 
 Options = dict[str, Any]  # what a kernel is launched with, the grid among it
-FIRST, PACKED, LONG = "8x2048x16x128x128", "packed 32768x16x128x128", "1x16384x16x128x128"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,36 +31,18 @@ class Variant:
     calls: tuple[tuple[str, str, str], ...]
 
 
-def _with(options: Options, **changes: Any) -> Options:
-    return {**options, **changes}
+def _warps(options: Options, count: int, registers: int | None) -> Options:
+    return {**options, "num_warps": count, "maxnreg": registers}
 
 
-def _whole_ends(options: Options, stages: int) -> Options:
-    """All value channels in one program of twice the warps, in launches that find the segments' ends, which keep no states."""
-    tiles = options["DB"] // options["BB"]
-    if tiles != 2 or options["out_shape"]["states"] is not None:
-        return options
-    (programs,) = options["grid"]
-    return _with(options, BB=options["DB"], num_warps=8, STAGES=stages, grid=(programs // tiles,))
-
-
-STRONG = (("linear", FIRST, RESETS),)
-STRONG_DELTA = (("delta", FIRST, "channel, strong"),)
+RESET_ROWS = tuple(("linear", shape, RESETS) for shape in ("4x4096x32x64x64", "8x4096x4x256x512"))
 VARIANTS = [
-    *(
-        Variant(
-            f"ends by 8 warps, {stages} chunks in flight", "state_scan", functools.partial(_whole_ends, stages=stages),
-            tuple(("linear", shape, gate) for shape in (PACKED, LONG) for gate in ("g_gamma", "g")),
-        )
-        for stages in (3, 4)
+    Variant("4 warps", "gated_axis", functools.partial(_warps, count=4, registers=None), RESET_ROWS[1:]),
+    Variant("8 warps", "gated_axis", functools.partial(_warps, count=8, registers=128), RESET_ROWS[:1]),
+    Variant(
+        "4 warps", "delta_gated_gradients", functools.partial(_warps, count=4, registers=None),
+        (("delta", "4x4096x32x64x64", "channel, strong"),),
     ),
-    *(
-        Variant(f"64 channels a turn, {n} registers", "gated_rows", functools.partial(_with, BK=64, maxnreg=n), STRONG)
-        for n in (255, 168, 128)
-    ),
-    Variant("168 registers", "gated_key_rows", functools.partial(_with, maxnreg=168), STRONG_DELTA),
-    Variant("32 channels a turn", "gated_key_rows", functools.partial(_with, BK=32), STRONG_DELTA),
-    Variant("the states first", "gated_axis", functools.partial(_with, STATES_FIRST=True), STRONG),
 ]  # fmt: skip
 
 

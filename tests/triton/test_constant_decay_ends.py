@@ -1,0 +1,68 @@
+"""Segments' ends where every step of a head decays alike: chunks of which nothing can be left are not read."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="the triton platform needs Triton")
+
+from ejkernel._device import device_of
+from ejkernel.kernels._triton.linear._solve import solve_along
+from ejkernel.kernels._triton.linear.routes import route_of
+from ejkernel.testing.compare import relative_rms
+from tests.triton.along import plan_of, run_along
+from tests.triton.linear_cases import Case
+from tests.triton.linear_reference import value_and_grads
+from tests.triton.test_interpreted import TOLERANCE
+
+pytestmark = pytest.mark.skipif(device_of(()).backend != "cpu", reason="interpreted on the host")
+SEGMENT = 10  # chunks of 16 rows
+DENSE = Case(("g_gamma",), shape=(1, 16 * 2 * SEGMENT, 5, 5, 16, 16), state=True)
+PACKED = Case(("g_gamma",), shape=(1, 16 * 24, 5, 5, 16, 16), cu_seqlens=(0, 350, 350, 384), state=True, reverse=True)
+# 192 is what a sum of log decays must reach: in no chunk, in four, in two, in one, in one.
+GAMMA = jnp.array([-0.02, -3.0, -6.5, -1e4, -jnp.inf], jnp.float32)
+
+
+def with_gamma(case: Case) -> type[Case]:
+    class WithGamma(Case):
+        def arrays(self, seed=0):
+            found = super().arrays(seed)
+            return {**found, "g_gamma": jnp.broadcast_to(GAMMA, found["g_gamma"].shape)}
+
+    return WithGamma(**vars(case))
+
+
+@pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "packed"])
+def test_nothing_is_lost(case):
+    case = with_gamma(case)
+    route = route_of(plan_of(case, min_segment=SEGMENT, segment=SEGMENT))
+    (o, S), grads = run_along(case, route)
+    (want_o, want_S), want = value_and_grads(
+        case.arrays(), case.weights(), case.shape[4] ** -0.5, case.reverse, case.cu_seqlens
+    )
+    errors = {"output": relative_rms(o, want_o), "final": relative_rms(S, want_S)}
+    errors |= {f"d{n}": relative_rms(grads[n], want[n]) for n in ("query", "key", "value", "initial_state")}
+    assert max(errors.values()) < TOLERANCE["float32"], errors
+
+
+def test_what_is_skipped_could_leave_nothing():
+    """The largest numbers there are, in all chunks that may be skipped and no other: to the bit the same as zeros. NaN in them
+    is not seen, so they are skipped."""
+    case = with_gamma(DENSE)
+    route = route_of(plan_of(case, min_segment=SEGMENT, segment=SEGMENT))
+    arrays = {name: x for name, x in case.arrays().items() if name != "initial_state"}
+    ones = {**arrays, "key": jnp.ones_like(arrays["key"])}
+    for head, kept in ((1, 6), (2, 4), (3, 3), (4, 3)):
+        early = 16 * (SEGMENT - kept)
+        found = []
+        for value in (0.0, 3e38, jnp.nan):
+            given = {**ones, "value": ones["value"].at[:, :early, head].set(value)}
+            o, _ = solve_along(route, given, None)
+            found.append(np.asarray(o[:, 16 * SEGMENT :, head]))
+        np.testing.assert_array_equal(found[0], found[1])
+        np.testing.assert_array_equal(found[0], found[2])
+        assert np.isfinite(found[0]).all()
+    slow = {**ones, "value": ones["value"].at[:, 0, 0].set(jnp.nan)}
+    assert np.isnan(np.asarray(solve_along(route, slow, None)[0][:, 16 * SEGMENT :, 0])).all()
