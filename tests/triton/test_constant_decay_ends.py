@@ -25,7 +25,7 @@ PACKED = Case(("g_gamma",), shape=(1, 16 * 24, 5, 5, 16, 16), cu_seqlens=(0, 350
 GAMMA = jnp.array([-0.02, -3.0, -6.5, -1e4, -jnp.inf], jnp.float32)
 
 
-def with_gamma(case: Case) -> type[Case]:
+def with_gamma(case: Case) -> Case:
     class WithGamma(Case):
         def arrays(self, seed=0):
             found = super().arrays(seed)

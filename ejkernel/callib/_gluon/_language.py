@@ -252,6 +252,7 @@ GL = Words("gl", {
     "reshape": lambda x, shape: x.reshape(shape), "permute": lambda x, order: x.permute(order),
     "exp": _of_one(np.exp), "exp2": _of_one(np.exp2), "log": _of_one(np.log), "log2": _of_one(np.log2),
     "abs": _of_one(np.abs), "sqrt": _of_one(np.sqrt), "maximum": maximum, "minimum": _of_two(np.fmin),
+    "PropagateNan": PropagateNan,
     "sum": _reduction(np.sum), "max": _reduction(np.fmax.reduce), "min": _reduction(np.fmin.reduce),
     "associative_scan": associative_scan, "program_id": program_id, "num_programs": num_programs, "load": load, "store": store,
     "allocate_shared_memory": allocate_shared_memory, "warp_specialize": warp_specialize,

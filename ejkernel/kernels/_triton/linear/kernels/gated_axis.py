@@ -4,7 +4,7 @@ A thread holds all 8 rows of a block for its channel. Scores of rows inside such
 decay between two rows is a running product in a register, so each costs eight instructions and no layout ever changes. Only the
 three levels above (8, 16 and 32 rows) and the states are products on the tensor cores.
 
-Rows are in block order: row r is chunk row (r % 8) * 8 + r // 8. With eight warps each has a block, with four of them two.
+Rows are in block order: row r is chunk row (r % 8) * 8 + r // 8. With eight warps, warp w has block w.
 """
 
 # mypy: disable-error-code="assignment,var-annotated,misc"

@@ -26,12 +26,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ejkernel.kernels._triton.linear.kernels.segments import chunk_in_turn, rows_of_segment, scanned_segment
-from ejkernel.kernels._triton.linear.kernels.tiles import program_at
+from ejkernel.kernels._triton.linear.kernels.tiles import clamped, program_at
 from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     TILE,
     WARPS,
     add,
-    clamped,
     copy_async,
     copy_rows,
     exp_of_log,

@@ -27,13 +27,12 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ejkernel.kernels._triton.linear.kernels.segments import chunk_in_turn, ends_sequence, rows_of_segment, scanned_segment
-from ejkernel.kernels._triton.linear.kernels.tiles import program_at
+from ejkernel.kernels._triton.linear.kernels.tiles import clamped, program_at
 from ejkernel.kernels._triton.linear.kernels.warpgroups import (
     LOG2_E,
     TILE,
     WARPS,
     barriers_of,
-    clamped,
     copy_numbers,
     copy_rows,
     copy_tile,

@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language import PropagateNan
 
 from ejkernel.kernels._triton.linear.kernels.tiles import INTERPRETED
 
@@ -16,7 +15,6 @@ warpgroup_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 WARPS = gl.constexpr(4)  # of every warpgroup
-PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 TILE = gl.constexpr(64)  # value channels of a warpgroup
 
 
@@ -31,12 +29,6 @@ def exp2(x):
 @gluon.jit
 def exp_of_log(x):
     return exp2(x * LOG2_E)
-
-
-@gluon.jit
-def clamped(log):
-    """As `tiles.clamped`."""
-    return gl.maximum(log, -1e30, propagate_nan=PROPAGATE_NAN)
 
 
 @gluon.jit
