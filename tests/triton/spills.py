@@ -46,12 +46,12 @@ _WIDE_SCAN = (
     " 0.16 ms on r4, the portable kernel 0.23 to 0.24"
 )
 _KEY_ROWS = (
-    "strongly gated chunks; 64 channels a turn 0.387 ms on r1 of the delta rule (even lengths, 64 bytes, Triton 3.6); 128 "
-    "channels spill 944 there"
+    "strongly gated chunks; 64 channels a turn 0.296 ms on r1 of the delta rule (even lengths, 48 bytes, Triton 3.6), 32 channels "
+    "twice that; 128 channels spill 944 there"
 )
 _DELTA_GATED = (
-    "strongly gated chunks; 128 registers, 64 value channels a turn, the states first: 0.93 ms on r1 of the delta rule (even "
-    "lengths, 72 bytes, Triton 3.6); all value channels and the states last 1.08"
+    "strongly gated chunks; 128 registers, 64 value channels a turn, the states first: 0.91 ms on r1 of the delta rule (even "
+    "lengths, 128 bytes, Triton 3.6), four warps without a limit 0.91, too; all value channels and the states last 1.08"
 )
 _ROWS_SPLIT = "strongly gated chunks; 0.74 ms on r1 for both axes, 128 channels a turn 0.88"
 _KEY_VALUE_SCAN = "0.28 ms on r1 (432 bytes, Triton 3.6); 0.27 without the loop for strongly gated chunks, which spills"

@@ -18,7 +18,6 @@ from ejkernel.kernels._triton.linear.kernels.gated_axis import (
     of_blocks,
     row_of_blocks,
     rows_of_tile,
-    scores_of_level,
     store_row_of_blocks,
     tile_of_rows,
 )
@@ -185,6 +184,21 @@ def _from_states(
     return rows_of_tile(of_queries), rows_of_tile(of_keys), rows_of_tile(from_end), through
 
 
+@triton.jit
+def _scores_of_level(at, here, LEVEL: tl.constexpr):
+    """Scores [64, 64], those that are not `here` as 0: eight by one load, where a mask would have each loaded by itself.
+
+    By another policy at each level, since the compiler would make one load of three, and keep what it gives in registers.
+    """
+    if LEVEL == 0:
+        x = tl.load(at)
+    elif LEVEL == 1:
+        x = tl.load(at, eviction_policy="evict_last")
+    else:
+        x = tl.load(at, eviction_policy="evict_first")
+    return tl.where(here, x, 0.0)
+
+
 @triton.jit(noinline=True)
 def _gradients_of_chunk(
     q, k, g, dN, dM, within_blocks, block_decays, do, dv, errors, betas, starts, ends, token, rows, head, index, col, scale,
@@ -263,8 +277,8 @@ def _gradients_of_chunk(
             by_queries = by_queries + ((tl.where(upper, qs[t], ks[t]) * decay).to(DT),)
             by_keys = by_keys + ((ks[t] * decay).to(DT),)
         here = (apart >> level) == 1
-        found = dot(scores_of_level(dN + at, here, level), tile_of_rows(by_queries), None, DT, PREC)
-        found_keys = dot(scores_of_level(dM + at, here, level), tile_of_rows(by_keys), None, DT, PREC)
+        found = dot(_scores_of_level(dN + at, here, level), tile_of_rows(by_queries), None, DT, PREC)
+        found_keys = dot(_scores_of_level(dM + at, here, level), tile_of_rows(by_keys), None, DT, PREC)
         dqs, dks, dgs, block_sum = _add_level(
             rows_of_tile(found), rows_of_tile(found_keys), upper, far, qs, ks, pre, suf, dqs, dks, dgs
         )

@@ -165,21 +165,6 @@ def of_blocks(a, b, BD: tl.constexpr):
 
 
 @triton.jit
-def scores_of_level(at, here, LEVEL: tl.constexpr):
-    """Scores [64, 64], those that are not `here` as 0: eight by one load, where a mask would have each loaded by itself.
-
-    By another policy at each level, since the compiler would make one load of three, and keep what it gives in registers.
-    """
-    if LEVEL == 0:
-        x = tl.load(at)
-    elif LEVEL == 1:
-        x = tl.load(at, eviction_policy="evict_last")
-    else:
-        x = tl.load(at, eviction_policy="evict_first")
-    return tl.where(here, x, 0.0)
-
-
-@triton.jit
 def _from_states(
     x2, y2, chunk_decay2, starts, ends, token, rows, index, head, col, H: tl.constexpr, HX2: tl.constexpr, HY2: tl.constexpr,
     D: tl.constexpr, D2: tl.constexpr, P2: tl.constexpr, BD: tl.constexpr, B2: tl.constexpr, STRIDE: tl.constexpr,
@@ -289,9 +274,9 @@ def _axis_of_chunk(
             own = own + (row.to(DT),)
             own_low = own_low + (low_part(row, row.to(DT)),)
         here = (apart >> level) == 1
-        of_level = scores_of_level(scores, here, level)
+        of_level = tl.load(scores, mask=here, other=0.0)
         if SPLIT == 2:
-            of_low = scores_of_level(scores + C * C, here, level)
+            of_low = tl.load(scores + C * C, mask=here, other=0.0)
             found = dot_split(of_level, of_low, tile_of_rows(own), tile_of_rows(own_low), None)
         else:
             found = dot(of_level, tile_of_rows(own), None, DT, PREC)
