@@ -46,8 +46,8 @@ _WIDE_SCAN = (
     " 0.16 ms on r4, the portable kernel 0.23 to 0.24"
 )
 _KEY_ROWS = (
-    "strongly gated chunks; 64 channels a turn 0.296 ms on r1 of the delta rule (even lengths, 48 bytes, Triton 3.6), 32 channels "
-    "twice that; 128 channels spill 944 there"
+    "strongly gated chunks; 64 channels a turn 0.296 ms on r1 of the delta rule (even lengths, 48 bytes, Triton 3.6), 32 "
+    "channels twice that; 128 channels spill 944 there"
 )
 _DELTA_GATED = (
     "strongly gated chunks; 128 registers, 64 value channels a turn, the states first: 0.91 ms on r1 of the delta rule (even "
