@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
+import triton
+import triton.language as tl
+
 from ejkernel._device import device_of
+from ejkernel.callib import triton_call
 from ejkernel.kernels._triton.linear._solve import solve_along
+from ejkernel.kernels._triton.linear.kernels.head_decays import constant_decay
+from ejkernel.kernels._triton.linear.kernels.state_scan import _first_that_counts
 from ejkernel.kernels._triton.linear.routes import route_of
 from ejkernel.testing.compare import relative_rms
 from tests.triton.along import plan_of, run_along
@@ -66,3 +73,22 @@ def test_what_is_skipped_could_leave_nothing():
         assert np.isfinite(found[0]).all()
     slow = {**ones, "value": ones["value"].at[:, 0, 0].set(jnp.nan)}
     assert np.isnan(np.asarray(solve_along(route, slow, None)[0][:, 16 * SEGMENT :, 0])).all()
+
+
+@triton.jit
+def firsts(gamma, count, out, C: tl.constexpr):
+    """Programs: heads. out [heads]: the first of `count` chunks that counts."""
+    head = tl.program_id(0)
+    tl.store(out + head, _first_that_counts(constant_decay(gamma, 0, head, 1), count, C))
+
+
+def test_no_segment_is_so_long_that_a_weak_gate_loses_chunks():
+    """Of the longest ones: 2^31 tokens in chunks of 16."""
+    gamma, count, C = [0.0, -0.0, 0.1, jnp.inf, jnp.nan, -1e-9, -1e-6, -1e-3, -0.1], 2**27, 16
+    out = {"out": jax.ShapeDtypeStruct((len(gamma),), np.int32)}
+    arguments = {"gamma": jnp.array(gamma, jnp.float32), "count": count}
+    found = triton_call(arguments=arguments, out_shape=out, kernel=firsts, grid=(len(gamma),), C=C, num_warps=1)["out"]
+    for step, first in zip(gamma, found.tolist(), strict=True):
+        full = count - first - 1  # after the last chunk that is skipped, without the one where the sequence may end
+        assert first == 0 or -step * C * full > 192 * (1 - 1e-6), (step, first)
+        assert first > 0 or not -step * C * count > 200, (step, first)
