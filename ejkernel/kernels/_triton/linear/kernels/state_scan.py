@@ -39,11 +39,11 @@ from ejkernel.kernels._triton.linear.kernels.tiles import (
 def _first_that_counts(constant, count, C: tl.constexpr):
     """The first of `count` chunks in turn that leaves anything in the state after the last one, where every step decays alike.
 
-    A state holds no number above 2^128, about exp(89), and none but 0 below exp(-103.3): exp(-192) times any is 0. The chunk
+    A state holds no number above exp(88.8), and what is below exp(-103.9) is rounded to 0: so exp(-193) times any is. The chunk
     where the sequence ends, which may be short, is not relied on. Of chunks that decay by less than 1e-7, or not at all, more
     are needed than a call can have; their number still is an int32.
     """
-    needed = (192.0 / tl.maximum(constant * -C, 1e-7)).to(tl.int32) + 2
+    needed = (193.0 / tl.maximum(constant * -C, 1e-7)).to(tl.int32) + 2
     return tl.maximum(count - needed, 0)
 
 
