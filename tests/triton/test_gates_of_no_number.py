@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="the triton platform needs Triton")
 
-from ejkernel._device import device_of
+from ejkernel._device import Device, device_of, on_device
 from ejkernel.kernels._linear import LinearConfig
 from ejkernel.kernels._triton import gated_delta_rule, recurrent
 from ejkernel.testing.delta_cases import DeltaCase
@@ -16,6 +17,7 @@ from tests.triton.linear_cases import Case
 
 ON_GPU = device_of(()).backend == "gpu"
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
+H200 = Device("gpu", "NVIDIA H200", 90)
 TOKEN, CHUNK = 100, 64  # the NaN is in the second chunk
 KIND = {"shape": (1, 150, 2, 2, 64, 64), "state": True, "block_q": CHUNK}
 CASES = [
@@ -65,7 +67,7 @@ def test_linear(case):
     cfg = LinearConfig(schedule=case.schedule, block_q=case.block_q)
     for name in case.gates:
         dirty = {**arrays, name: spoiled(arrays[name])}
-        results = (recurrent(**x, cfg=cfg) for x in (arrays, dirty))
+        results = jax.block_until_ready([recurrent(**x, cfg=cfg) for x in (arrays, dirty)])
         is_spoiled_from_its_token_on(*results, constant=name == "g_gamma", channel=name == "gv")
 
 
@@ -73,4 +75,25 @@ def test_linear(case):
 def test_delta_rule(case):
     arrays, options = case.arguments()
     dirty = {**arrays, "g": spoiled(arrays["g"])}
-    is_spoiled_from_its_token_on(*(gated_delta_rule(**x, **options) for x in (arrays, dirty)))
+    is_spoiled_from_its_token_on(*jax.block_until_ready([gated_delta_rule(**x, **options) for x in (arrays, dirty)]))
+
+
+@pytest.mark.parametrize("gates", [("g",), ("g_gamma",), ("gk",), ("gk", "gv")], ids="+".join)
+@pytest.mark.parametrize("strength", ["mild", "resets"])
+def test_by_warpgroups(gates, strength, launched):
+    """Gates in bfloat16, for which Hopper has kernels of its own."""
+    case = Case(gates, strength, dtype="bfloat16", gate_dtype="bfloat16", **{**KIND, "shape": (1, 150, 2, 2, 128, 128)})
+    if ON_GPU:
+        test_linear(case)
+    else:
+        with on_device(H200):
+            test_linear(case)
+        assert any(name.endswith("_by_warpgroups") for name in launched)
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the tests above take these kernels")
+@pytest.mark.parametrize("case", DELTA, ids=str)
+def test_delta_rule_by_warpgroups(case, launched):
+    with on_device(H200):
+        test_delta_rule(case)
+    assert bool(launched) == (case.dtype == "bfloat16")

@@ -83,7 +83,7 @@ def state_scan(
     begin_at = 0
     if ENDS_ONLY and SCALAR and gs is None:
         begin_at = _first_that_counts(constant, count, C)
-        kept_a = tl.where(begin_at > 0, 0.0, kept_a)
+        kept_a = tl.where(begin_at > 0, 0.0, kept_a)  # what all chunks together decay by, then
     for n in tl.range(begin_at, count, num_stages=STAGES):
         s, token, rows = chunk_in_turn(first, count, token0, rows_left, n, ADJOINT, C, SIGN)
         index = s.to(tl.int64) * H + head
